@@ -1,0 +1,1 @@
+"""The InferScale core: facts, encoding, KV injection and the service around them."""

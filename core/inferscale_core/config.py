@@ -1,0 +1,54 @@
+"""Settings of a core: one model, read from ``kv_connector_extra_config`` by every process."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+HOME_ENV = "INFERSCALE_HOME"
+
+
+def home() -> Path:
+    """Directory for facts, models and private cores (``INFERSCALE_HOME``, ``~/.inferscale``)."""
+    return Path(os.environ.get(HOME_ENV) or Path.home() / ".inferscale")
+
+
+class WindowConfig(BaseModel):
+    """What a fact is encoded behind (design: Context-Window Encoding)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["neighbours", "preceding", "turns", "none"] = "neighbours"
+    size: int = Field(default=16, ge=0, le=256)
+    max_tokens: int = Field(default=1024, ge=0, description="token budget, cut at the far end")
+
+
+class CoreConfig(BaseModel):
+    """Everything about a core that is not vLLM's own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    arena_bytes: int = Field(default=1 << 30, gt=0, description="arena size per worker")
+    store: str | None = Field(default=None, description="fact database; default in INFERSCALE_HOME")
+    embedder: str | None = Field(default=None, description="sentence-transformers name or path")
+    window: WindowConfig = WindowConfig()
+    anchor: bool = True
+    facts_per_request: int = Field(default=1, ge=1, le=64)
+    tail: int = Field(default=0, ge=0, description="last lines of a prompt left to prefill")
+    min_gain_tokens: int = Field(default=16, ge=1, description="smallest cover worth injecting")
+    line_format: str = "- {text}\n"
+    dated_line_format: str = "- {date}: {text}\n"
+    system_prompt: str = (
+        "You are a helpful AI. Answer the question based on query and memories.\nUser Memories:\n"
+    )
+    max_queue: int = Field(default=100_000, ge=1, description="facts waiting to be encoded")
+
+    @property
+    def store_path(self) -> Path:
+        return Path(self.store) if self.store else home() / "facts.db"
+
+    @classmethod
+    def from_extra(cls, extra: dict[str, Any] | None) -> "CoreConfig":
+        """Read the ``kv_connector_extra_config`` dict; raises ValidationError naming the field."""
+        return cls.model_validate(extra or {})

@@ -1,0 +1,1 @@
+"""Durable facts, their embeddings and the index over them."""

@@ -1,0 +1,1 @@
+"""Rotary tables, the arena and the layout of the paged cache."""

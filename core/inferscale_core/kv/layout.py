@@ -1,0 +1,155 @@
+"""The layout of vLLM's paged cache, learned through the engine's own writer.
+
+The paged cache of a layer is logically ``[block, token, head, K|V, dim]``, but a backend packs a
+page as its kernels like it. Index patterns written by the engine's own ``do_kv_cache_update``
+into scratch blocks show where each element goes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from inferscale_kernels.cpu import PackedPage
+
+_DIGIT = 128
+"""Index digits are written in this base: 0..127 for keys and 128..255 for values, all exact in
+every cache dtype (bfloat16 holds integers up to 256)."""
+
+
+class LayoutError(RuntimeError):
+    """The paged cache of this backend could not be understood."""
+
+
+@dataclass(frozen=True)
+class PagedLayout:
+    """Where the elements of a block lie in the flat storage of a layer's cache.
+
+    ``k_offset`` and ``v_offset`` are int64 ``[block_size, num_kv_heads, head_dim]``, relative to
+    ``block * block_stride``.
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    block_stride: int
+    k_offset: torch.Tensor
+    v_offset: torch.Tensor
+
+    def element_index(self, slots: torch.Tensor, of_keys: bool) -> torch.Tensor:
+        """Flat element indices ``[num_tokens, num_kv_heads, head_dim]`` of paged ``slots``."""
+        offset = self.k_offset if of_keys else self.v_offset
+        block = torch.div(slots, self.block_size, rounding_mode="floor")
+        return (block * self.block_stride)[:, None, None] + offset[slots % self.block_size]
+
+    def packed_page(self) -> PackedPage | None:
+        """The page as the fused CPU writer wants it, or None when the keys lie otherwise."""
+        k, v = self.k_offset, self.v_offset
+        heads, dims, tokens = self.num_kv_heads, self.head_dim, self.block_size
+        head_stride = int(k[0, 1, 0] - k[0, 0, 0]) if heads > 1 else 0
+        page = PackedPage(
+            block_size=tokens,
+            block_stride=self.block_stride,
+            head_stride=head_stride,
+            k_base=int(k[0, 0, 0]),
+            k_dim_stride=int(k[0, 0, 1] - k[0, 0, 0]),
+            v_base=int(v[0, 0, 0]),
+            v_token_stride=int(v[1, 0, 0] - v[0, 0, 0]),
+        )
+        t = torch.arange(tokens)[:, None, None]
+        h = torch.arange(heads)[None, :, None] * head_stride
+        d = torch.arange(dims)[None, None, :]
+        same_k = torch.equal(k, page.k_base + h + d * page.k_dim_stride + t)
+        same_v = torch.equal(v, page.v_base + h + t * page.v_token_stride + d)
+        return page if same_k and same_v and page.packs_four_tokens and dims % 4 == 0 else None
+
+
+def flat_storage(cache: torch.Tensor) -> torch.Tensor:
+    """The elements that a layer's cache view spans, as one dimension, without a copy."""
+    span = 1 + sum((n - 1) * s for n, s in zip(cache.shape, cache.stride(), strict=True))
+    return cache.as_strided((span,), (1,), cache.storage_offset())
+
+
+def engine_write(
+    layer: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Write ``[num_tokens, num_kv_heads, head_dim]`` keys and values with the engine's own op."""
+    layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
+
+
+def learn_layout(
+    layer: Any, cache: torch.Tensor, block_size: int, num_kv_heads: int, head_dim: int
+) -> PagedLayout:
+    """Learn where ``layer``'s backend puts keys and values.
+
+    Args:
+        layer: the engine's attention layer.
+        cache: its paged cache, blocks first, contiguous within a block.
+        block_size: tokens of a block.
+        num_kv_heads: KV heads of this worker.
+        head_dim: elements of a head.
+
+    Raises:
+        LayoutError: the blocks are not the first dimension, or elements are missing or shared.
+
+    """
+    inner = cache.shape[1:]
+    scratch = torch.full((2, *inner), -1.0, dtype=cache.dtype)
+    if tuple(scratch.stride()[1:]) != tuple(cache.stride()[1:]):
+        raise LayoutError(
+            f"paged cache of shape {tuple(cache.shape)} and strides {cache.stride()}: expected "
+            "blocks first and contiguous; this attention backend is not supported yet"
+        )
+    shape = (block_size, num_kv_heads, head_dim)
+    count = block_size * num_kv_heads * head_dim
+    index = torch.arange(count).view(shape)
+    slots = torch.arange(block_size)
+    page_elements = scratch[0].numel()
+    found = torch.zeros(page_elements, dtype=torch.int64)
+    is_value = torch.zeros(page_elements, dtype=torch.bool)
+    written = torch.zeros(page_elements, dtype=torch.bool)
+    weight = 1
+    while weight == 1 or weight < count:
+        digit = (index // weight) % _DIGIT
+        scratch.fill_(-1.0)
+        keys = digit.to(cache.dtype).contiguous()
+        values = (digit + _DIGIT).to(cache.dtype).contiguous()
+        engine_write(layer, scratch, keys, values, slots)
+        seen = scratch[0].flatten().float()
+        written = seen >= 0
+        is_value = seen >= _DIGIT
+        found += torch.where(written, (seen.long() % _DIGIT) * weight, 0)
+        weight *= _DIGIT
+    at = torch.nonzero(written).flatten()
+    k_at, v_at = at[~is_value[at]], at[is_value[at]]
+    offsets = []
+    for where in (k_at, v_at):
+        ids = found[where]
+        if len(ids) != count or len(torch.unique(ids)) != count:
+            raise LayoutError(
+                f"learning the paged cache found {len(ids)} of {count} elements of a block; "
+                "this attention backend is not supported yet"
+            )
+        offset = torch.empty(count, dtype=torch.int64)
+        offset[ids] = where
+        offsets.append(offset.view(shape))
+    layout = PagedLayout(
+        block_size, num_kv_heads, head_dim, cache.stride(0), offsets[0], offsets[1]
+    )
+    _verify(layer, scratch, layout)
+    return layout
+
+
+def _verify(layer: Any, scratch: torch.Tensor, layout: PagedLayout) -> None:
+    """Write random values into the second block and read them back through the layout."""
+    shape = (layout.block_size, layout.num_kv_heads, layout.head_dim)
+    keys, values = (torch.randn(shape).to(scratch.dtype) for _ in range(2))
+    slots = torch.arange(layout.block_size) + layout.block_size
+    engine_write(layer, scratch, keys, values, slots)
+    second_block = scratch[0].numel()
+    flat = scratch.flatten()
+    k_seen = flat[second_block + layout.k_offset]
+    v_seen = flat[second_block + layout.v_offset]
+    if not (torch.equal(k_seen, keys) and torch.equal(v_seen, values)):
+        raise LayoutError(
+            "the learned layout of the paged cache does not read back what was written"
+        )

@@ -1,0 +1,96 @@
+"""Moving KV between the arena and the paged cache, with the rotation on the way."""
+
+import logging
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from inferscale_kernels.cpu import PackedScatter
+from inferscale_kernels.reference import rotate, unrotate
+
+from inferscale_core.kv.arena import Arena, as_index
+from inferscale_core.kv.layout import PagedLayout, engine_write, flat_storage, learn_layout
+from inferscale_core.kv.rotary import RotaryTable
+
+logger = logging.getLogger(__name__)
+
+
+class PagedTransfer:
+    """Both directions for one worker.
+
+    Args:
+        layers: the engine's attention layers, in the arena's layer order.
+        caches: their paged caches.
+        tables: their rotary tables (None where a layer does not rotate).
+        arena: the worker's arena.
+
+    """
+
+    def __init__(
+        self,
+        layers: list[Any],
+        caches: list[torch.Tensor],
+        tables: list[RotaryTable | None],
+        arena: Arena,
+    ):
+        geometry = arena.geometry
+        self._layers, self._caches, self._tables, self._arena = layers, caches, tables, arena
+        self.layout: PagedLayout = learn_layout(
+            layers[0], caches[0], geometry.block_size, geometry.num_kv_heads, geometry.head_dim
+        )
+        self._flat = [flat_storage(cache) for cache in caches]
+        self._packed = self._make_packed()
+
+    def _make_packed(self) -> PackedScatter | None:
+        page = self.layout.packed_page()
+        if page is None or self._arena.kv.dtype != torch.bfloat16:
+            logger.info("writing the paged cache through the engine's own op")
+            return None
+        return PackedScatter(
+            self._arena.kv,
+            self._flat,
+            page,
+            [t.cos_sin if t else None for t in self._tables],
+            [t.is_neox if t else True for t in self._tables],
+            num_threads=min(4, len(os.sched_getaffinity(0))),
+        )
+
+    def inject(self, src: np.ndarray, dst: np.ndarray, positions: np.ndarray) -> None:
+        """Write arena slots ``src`` to paged slots ``dst``, keys rotated to ``positions``.
+
+        All are ``[num_tokens]`` (int32, int64, int64). A failing fused writer is given up for
+        good in favour of the engine's own op: the text must come out right either way.
+        """
+        if self._packed is not None:
+            try:
+                self._packed.write(src, dst, positions)
+                return
+            except Exception:
+                logger.exception("the fused writer failed; using the engine's own op from now on")
+                self._packed = None
+        self.inject_through_engine(src, dst, positions)
+
+    def inject_through_engine(
+        self, src: np.ndarray, dst: np.ndarray, positions: np.ndarray
+    ) -> None:
+        """The reference way: rotate in PyTorch, pack with the engine's own op."""
+        slots, paged, where = as_index(src), as_index(dst), as_index(positions)
+        for index, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
+            keys, values = self._arena.load(index, slots)
+            table = self._tables[index]
+            if table is not None:
+                keys = rotate(keys, table.cos_sin[where], table.is_neox)
+            engine_write(layer, cache, keys.to(cache.dtype).contiguous(), values, paged)
+
+    def capture(self, paged: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Read paged slots into arena ``slots``, keys un-rotated from ``positions``."""
+        where, to = as_index(positions), as_index(slots)
+        k_at = self.layout.element_index(as_index(paged), of_keys=True)
+        v_at = self.layout.element_index(as_index(paged), of_keys=False)
+        for index, flat in enumerate(self._flat):
+            keys, values = flat[k_at], flat[v_at]
+            table = self._tables[index]
+            if table is not None:
+                keys = unrotate(keys, table.cos_sin[where], table.is_neox)
+            self._arena.store(index, to, keys, values)

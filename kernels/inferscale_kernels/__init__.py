@@ -1,0 +1,1 @@
+"""Rotate-and-scatter kernels and their PyTorch reference."""
