@@ -51,8 +51,9 @@ class Answer:
 class Engine:
     """A vLLM engine with our connector."""
 
-    def __init__(self, llm: Any):
+    def __init__(self, llm: Any, dtype: str):
         self.llm = llm
+        self.dtype = dtype
 
     def ask_many(
         self, prompts: list[list[int]], messages: list[tuple[dict[str, Any], str] | None], **kw: Any
@@ -116,6 +117,6 @@ def engine(
     llm = LLM(str(model), **options)
     try:
         llm.collective_rpc("inferscale_bind")
-        yield Engine(llm)
+        yield Engine(llm, options["dtype"])
     finally:
         llm.llm_engine.engine_core.shutdown()

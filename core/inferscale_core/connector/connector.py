@@ -103,10 +103,11 @@ class InferScaleConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Any, blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
+        block_ids = blocks.get_block_ids()[0]
+        if num_external_tokens:
+            self.scheduler_side.promise(request.request_id, block_ids)
         try:
-            self.scheduler_side.update_state_after_alloc(
-                request, blocks.get_block_ids()[0], num_external_tokens
-            )
+            self.scheduler_side.update_state_after_alloc(request, block_ids, num_external_tokens)
         except Exception:
             self._fault("update_state_after_alloc", request)
 

@@ -69,8 +69,9 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._next_capture = 0
-        # Of the step that is being scheduled: what vLLM was promised, and captures begun.
-        self._step_loads: set[int] = set()
+        # Of the step that is being scheduled: blocks by request that vLLM was promised to find
+        # loaded, and captures begun.
+        self._promised: dict[str, list[int]] = {}
         self._step_captures: list[int] = []
         self._evicted: deque[tuple[str, str]] = deque(maxlen=_MAX_REPORTED_EVICTIONS)
         self.reasons: Counter[str] = Counter()
@@ -174,12 +175,14 @@ class SchedulerSide:
     def _epochs_moved(self, tracked: _Tracked) -> bool:
         return any(int(e) < self._epochs.get(ns, 0) for ns, e in tracked.message["scopes"])
 
+    def promise(self, request_id: str, block_ids: list[int]) -> None:
+        """vLLM counts tokens in these blocks as computed: the step must load or report them."""
+        self._promised[request_id] = block_ids
+
     def update_state_after_alloc(
         self, request: Any, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
         """The request is admitted and holds ``block_ids`` (all of them, in order)."""
-        if num_external_tokens:
-            self._step_loads.update(block_ids)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -228,13 +231,20 @@ class SchedulerSide:
             if tracked is not None and tracked.spans:
                 done = computed + scheduler_output.num_scheduled_tokens.get(request_id, 0)
                 self._add_captures(step, tracked, done, pinned)
-        self._step_loads.clear()
+        for injection in step.injections:
+            self._promised.pop(injection.request_id, None)
+        step.unloaded_blocks = self._take_promised()
         self._step_captures.clear()
         return step
 
+    def _take_promised(self) -> list[int]:
+        blocks = sorted({b for block_ids in self._promised.values() for b in block_ids})
+        self._promised.clear()
+        return blocks
+
     def abandon_step(self) -> StepMetadata:
         """After a fault while a step was built: nothing of it is loaded or captured."""
-        step = StepMetadata(unloaded_blocks=sorted(self._step_loads))
+        step = StepMetadata(unloaded_blocks=self._take_promised())
         for capture_id in self._step_captures:
             flight = self._in_flight.pop(capture_id, None)
             if flight is not None:
@@ -242,7 +252,6 @@ class SchedulerSide:
                 self.table.release(flight.segment.slots)
         for tracked in self._tracked.values():
             tracked.load = None
-        self._step_loads.clear()
         self._step_captures.clear()
         return step
 

@@ -1,0 +1,157 @@
+"""``inferscale bench ...``: each command runs with no arguments on the small model."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from inferscale_core import models
+from inferscale_core.bench import DEFAULT_MODEL
+from inferscale_core.bench.dataset import Dataset, load
+from inferscale_core.bench.errors import BenchError, reported
+from inferscale_core.bench.record import record, write_json
+
+DEFAULT_K = 50
+
+bench_app = typer.Typer(
+    name="bench", help="Measure InferScale on this machine.", no_args_is_help=True
+)
+
+Model = Annotated[str, typer.Option(help="Model: a short name, a directory or a hub id.")]
+DatasetPath = Annotated[
+    Path | None, typer.Option("--dataset", help="Facts, JSONL: text, date_iso, conv.")
+]
+QuestionsPath = Annotated[
+    Path | None, typer.Option("--questions", help="Questions, JSONL: question, answer, conv.")
+]
+Conv = Annotated[
+    str | None, typer.Option(help="Conversation of the dataset; default its first one.")
+]
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", help="Write the result with all raw samples here.")
+]
+
+
+@bench_app.command()
+def ttft(
+    model: Model = DEFAULT_MODEL,
+    dataset: DatasetPath = None,
+    questions: QuestionsPath = None,
+    conv: Conv = None,
+    json_path: JsonPath = None,
+    k: Annotated[str, typer.Option(help="Numbers of facts, comma-separated.")] = "0,5,10,20,50",
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs of requests for each k.")] = 9,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG of TTFT over k.")] = None,
+    base_url: Annotated[
+        str | None, typer.Option(help="Measure a core that runs already, at this address.")
+    ] = None,
+) -> None:
+    """Time to first token over k: prompt text (prefix caching on) against injected KV."""
+    from inferscale_core.bench import ttft as bench
+    from inferscale_core.bench.display import progress_bars, ttft_table
+    from inferscale_core.bench.live import live_core
+    from inferscale_core.bench.plot import plot_ttft
+
+    console = Console()
+    with reported():
+        ks = _numbers(k)
+        data = load(dataset, questions, conv)
+        bench.check_sizes(data, ks, repeats)
+        result = record("bench ttft", _arguments(model, data, k=ks, repeats=repeats))
+        with live_core(model, "ttft", base_url) as core, progress_bars(console) as progress:
+            samples = bench.measure(core, data, ks, repeats, progress)
+        summary = bench.summarise(samples)
+        rows = summary["rows"]
+        console.print(ttft_table(rows, "Time to first token: median (quartiles)"))
+        _print_summary(console, summary)
+        for warning in bench.warnings(samples):
+            console.print(f"[yellow]Not injected: {warning}[/yellow]")
+        if plot is not None:
+            series = {
+                "prompt text": [row["text_ms"] for row in rows],
+                "injected KV": [row["injected_ms"] for row in rows],
+            }
+            plot_ttft(plot, sorted(ks), series, f"Time to first token, {Path(model).name}")
+            console.print(f"Plot: {plot.resolve()}")
+        _write(console, json_path, result | {"summary": summary, "samples": samples})
+
+
+@bench_app.command()
+def fidelity(
+    model: Model = DEFAULT_MODEL,
+    dataset: DatasetPath = None,
+    questions: QuestionsPath = None,
+    conv: Conv = None,
+    json_path: JsonPath = None,
+    k: Annotated[int, typer.Option(min=1, help="Facts in the prompt.")] = DEFAULT_K,
+    repeats: Annotated[int, typer.Option(min=1, help="How many questions to ask.")] = 24,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live/--bulk",
+            help="Encode each fact behind those stored before it, or behind any of them.",
+        ),
+    ] = True,
+    check: Annotated[
+        bool, typer.Option(help="Exit with 1 when the KL of the defaults is out of bounds.")
+    ] = True,
+) -> None:
+    """KL of injected answers to prompt-text answers, for several ways of encoding facts."""
+    from inferscale_core.bench import fidelity as bench
+    from inferscale_core.bench.display import progress_bars
+    from inferscale_core.bench.inprocess import InProcessEngine
+    from inferscale_core.config import CoreConfig
+
+    console = Console()
+    with reported():
+        data = load(dataset, questions, conv)
+        data = Dataset(data.name, data.facts, data.questions[:repeats], data.source)
+        config = CoreConfig()
+        arguments = _arguments(model, data, k=k, live=live, questions=len(data.questions))
+        result = record("bench fidelity", arguments | {"config": config.model_dump(mode="json")})
+        console.print("Starting vLLM in this process; this takes about half a minute.")
+        engine = InProcessEngine(models.resolve(model), config)
+        with progress_bars(console) as progress:
+            measured = bench.run(engine, data, config, k, live, progress)
+        # The recorded bound is that of the small model on the built-in conversation.
+        recorded = model == DEFAULT_MODEL and dataset is None and k == DEFAULT_K
+        bound = bench.KL_BOUND if recorded else math.inf
+        problems = bench.violations(measured["summary"], bound)
+        _print_summary(console, measured["summary"])
+        _write(console, json_path, result | measured | {"violations": problems})
+        if check and problems:
+            raise BenchError("; ".join(problems))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError as error:
+        raise BenchError(f"--k takes numbers such as 0,5,50, not {text!r}") from error
+
+
+def _arguments(model: str, data: Dataset, **more: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "dataset": data.source,
+        "conversation": data.name,
+        "facts": len(data.facts),
+        **more,
+    }
+
+
+def _print_summary(console: Console, summary: dict[str, Any]) -> None:
+    table = Table(title="Summary", title_justify="left", show_header=False)
+    for name, value in summary.items():
+        if isinstance(value, float):
+            table.add_row(name, f"{value:.3f}")
+    console.print(table)
+
+
+def _write(console: Console, path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        write_json(path, result)
+        console.print(f"Written: {path.resolve()}")

@@ -1,0 +1,1 @@
+"""The endpoint plugin: memory routes, prompt composition and the encode queue."""

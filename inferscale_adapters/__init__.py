@@ -1,0 +1,1 @@
+"""Adapters that point memory frameworks at an InferScale core."""

@@ -1,0 +1,41 @@
+from pathlib import Path
+
+import pytest
+from inferscale_core.bench.cli import bench_app
+from typer.testing import CliRunner
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ttft", "--k", "many"], "takes numbers"),
+        (["ttft", "--k", "0,5000"], "as many facts"),
+        (["ttft", "--repeats", "1000"], "1001 questions"),
+        (["ttft", "--dataset", "/nowhere/facts.jsonl"], "cannot read"),
+        (["ttft", "--base-url", "http://127.0.0.1:9"], "no core answers"),
+        (["fidelity", "--conv", "nobody"], "no conversation 'nobody'"),
+        (["fidelity", "--model", "/nowhere/model"], "no model"),
+    ],
+)
+def test_expected_failures_are_one_message(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(bench_app, arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_commands_take_what_the_readme_says() -> None:
+    for command in ("ttft", "fidelity"):
+        result = CliRunner().invoke(bench_app, [command, "--help"], env={"COLUMNS": "200"})
+        assert result.exit_code == 0
+        for option in ("--model", "--dataset", "--questions", "--json", "--repeats", "--k"):
+            assert option in result.output
+
+
+def test_demo_names_a_model_that_is_not_there(tmp_path: Path) -> None:
+    from inferscale_core.cli import app
+
+    result = CliRunner().invoke(app, ["demo", "--model", "/nowhere/model", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "/nowhere/model" in result.stderr
