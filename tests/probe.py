@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+
 from inferscale_core.connector.extension import WorkerExtension
 
 

@@ -87,7 +87,7 @@ def make_checkpoint(kind: str, directory: Path) -> Path:
             # Biases and norms start trivial; make them matter (Qwen2's QKV bias, QK-norm).
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-            elif "embed" in name:
+            elif "embed" in name or "wte" in name:
                 parameter.mul_(4)
     path = directory / kind
     model.save_pretrained(path)

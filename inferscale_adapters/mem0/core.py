@@ -5,8 +5,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Self
 
-from inferscale_core.client import Client, ModelNotFound, connect
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from inferscale_core.client import Client, ModelNotFound, connect
 
 DEFAULT_MODEL = "smollm2-135m"
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from inferscale_core.client import Client
 from mem0.configs.embeddings.base import BaseEmbedderConfig
 from mem0.embeddings.base import EmbeddingBase
 
 from inferscale_adapters.mem0.configs import core_of_embedder
 from inferscale_adapters.mem0.core import client_for
+from inferscale_core.client import Client
 
 BATCH = 256
 """Texts per request."""

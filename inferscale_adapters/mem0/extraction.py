@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inferscale_core.client import InferScaleError
 from mem0.configs.prompts import ADDITIVE_EXTRACTION_PROMPT, AGENT_CONTEXT_SUFFIX
+
+from inferscale_core.client import InferScaleError
 
 logger = logging.getLogger(__name__)
 

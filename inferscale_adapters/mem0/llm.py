@@ -5,13 +5,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inferscale_core.client import BadRequest, Client
 from mem0.configs.llms.base import BaseLlmConfig
 from mem0.llms.base import LLMBase
 
 from inferscale_adapters.mem0 import extraction
 from inferscale_adapters.mem0.configs import InferScaleLlmConfig
 from inferscale_adapters.mem0.core import client_for
+from inferscale_core.client import BadRequest, Client
 
 logger = logging.getLogger(__name__)
 

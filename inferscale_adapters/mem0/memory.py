@@ -7,9 +7,6 @@ from datetime import UTC, datetime
 from typing import Any, Literal, overload
 
 import mem0
-from inferscale_core.client import Client, NotFound, ScopeError, Timeout
-from inferscale_core.client.models import StatusResponse, Turn
-from inferscale_core.facts.scope import Scope
 from mem0.configs.base import MemoryConfig
 
 from inferscale_adapters.mem0.answers import ChatAnswer, ChatAnswerStream
@@ -19,6 +16,9 @@ from inferscale_adapters.mem0.rows import Row
 from inferscale_adapters.mem0.scopes import ID_FIELDS, reader_of
 from inferscale_adapters.mem0.sections import complete_config
 from inferscale_adapters.mem0.vector_store import InferScaleVectorStore, facts_from
+from inferscale_core.client import Client, NotFound, ScopeError, Timeout
+from inferscale_core.client.models import StatusResponse, Turn
+from inferscale_core.facts.scope import Scope
 
 logger = logging.getLogger(__name__)
 

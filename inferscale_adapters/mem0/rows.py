@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from inferscale_core.client.models import Memory, MemoryIn, Turn
-
 from inferscale_adapters.mem0.scopes import ID_FIELDS, NO_OWNER
+from inferscale_core.client.models import Memory, MemoryIn, Turn
 
 NO_TEXT_KEY = "inferscale_no_text"
 """Metadata key of rows whose payload had no ``data`` (Mem0's telemetry keeps such a row)."""

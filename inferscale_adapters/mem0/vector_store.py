@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from inferscale_core.client import Client, NotFound, ScopeError
-from inferscale_core.client.models import Memory, MemoryIn, Turn
-from inferscale_core.facts.scope import Scope
 from mem0.vector_stores.base import VectorStoreBase
 
 from inferscale_adapters.mem0.core import CoreOptions, client_for
 from inferscale_adapters.mem0.rows import Row, text_and_metadata, to_fact, to_row
 from inferscale_adapters.mem0.scopes import owner_of, reader_of
+from inferscale_core.client import Client, NotFound, ScopeError
+from inferscale_core.client.models import Memory, MemoryIn, Turn
+from inferscale_core.facts.scope import Scope
 
 logger = logging.getLogger(__name__)
 

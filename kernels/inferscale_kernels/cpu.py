@@ -17,7 +17,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
@@ -57,6 +56,10 @@ def _kernel(head_dim: int, rotary_dim: int, is_neox: bool) -> Kernel:
     half, words = R // 2, D // 4
     # Dim i of a pair sits at first * i, its partner at first * i + second.
     first, second = (1, half) if is_neox else (2, 1)
+
+    # Imported late: when an engine starts, vLLM's Triton dispatch walks the attributes of loaded
+    # modules and fails on one of Numba's.
+    import numba
 
     @numba.njit(nogil=True)
     def rotate_scatter(

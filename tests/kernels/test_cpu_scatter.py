@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from inferscale_kernels.cpu import PackedPage, PackedScatter
 from inferscale_kernels.reference import rotate
 

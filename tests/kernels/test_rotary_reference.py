@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from inferscale_kernels.reference import rotate, unrotate
 
 

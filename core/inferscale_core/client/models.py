@@ -36,7 +36,9 @@ class MemoryIn(BaseModel):
     id: str | None = Field(default=None, min_length=1, max_length=256)
     metadata: dict[str, Any] = Field(default_factory=dict)
     created_at: datetime | None = None
-    valid_at: datetime | None = Field(default=None, description="when given, the date is in the line")
+    valid_at: datetime | None = Field(
+        default=None, description="when given, the date is in the line"
+    )
     invalid_at: datetime | None = None
     turns: list[Turn] = Field(default_factory=list)
     encode: bool = True

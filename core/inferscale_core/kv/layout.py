@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from inferscale_kernels.cpu import PackedPage
 
 _DIGIT = 128

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from inferscale_kernels.cpu import PackedScatter
-from inferscale_kernels.reference import rotate, unrotate
 
 from inferscale_core.kv.arena import Arena, as_index
 from inferscale_core.kv.layout import PagedLayout, engine_write, flat_storage, learn_layout
 from inferscale_core.kv.rotary import RotaryTable
+from inferscale_kernels.cpu import PackedScatter
+from inferscale_kernels.reference import rotate, unrotate
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,6 @@ PATIENCE = 1.0
 CAPTURE_TIMEOUT = 300.0
 DROP_TIMEOUT = 30.0
 
-MAX_ATTEMPTS = 8
 FIRST_RETRY = 0.5
 LONGEST_RETRY = 300.0
 
@@ -321,9 +320,10 @@ class EncodeQueue:
     async def _fail(self, claim: Claim, reason: str) -> None:
         """Write down a failure; one that may pass is tried again, later each time."""
         delay: float | None = None
-        if not reason.startswith(_PERMANENT) and claim.attempts + 1 < MAX_ATTEMPTS:
-            lasting = reason.startswith(_LASTING)
-            delay = LONGEST_RETRY if lasting else FIRST_RETRY * 2**claim.attempts
+        if not reason.startswith(_PERMANENT):
+            delay = LONGEST_RETRY
+            if not reason.startswith(_LASTING):
+                delay = min(delay, FIRST_RETRY * 2 ** min(claim.attempts, 30))
             delay *= random.uniform(0.75, 1.25)
         retry_at = None if delay is None else datetime.now(UTC) + timedelta(seconds=delay)
         await self._run(self._store.mark_failed, claim, reason, retry_at)

@@ -4,10 +4,10 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from inferscale_core.client import ScopeError
-from inferscale_core.client.models import MemoryReport
 
 from inferscale_adapters.mem0 import Memory
+from inferscale_core.client import ScopeError
+from inferscale_core.client.models import MemoryReport
 
 
 def texts(found: dict) -> list[str]:

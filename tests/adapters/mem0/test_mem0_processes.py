@@ -15,9 +15,9 @@ from typing import Any
 
 import mem0
 import pytest
-from inferscale_core.client import ScopeError
 
 from inferscale_adapters.mem0 import Memory, install
+from inferscale_core.client import ScopeError
 
 APP = """
 import json, os, sys

@@ -3,10 +3,10 @@
 from datetime import UTC, datetime
 
 import pytest
-from inferscale_core.client.models import Memory, MemoryIn
-from inferscale_core.facts.scope import Scope
 
 from inferscale_adapters.mem0.rows import to_fact, to_row
+from inferscale_core.client.models import Memory, MemoryIn
+from inferscale_core.facts.scope import Scope
 
 
 def stored(fact: MemoryIn, **scope: str) -> Memory:

@@ -1,10 +1,10 @@
 """Owners and readers from Mem0's payloads and filters."""
 
 import pytest
-from inferscale_core.client import ScopeError
-from inferscale_core.facts.scope import Scope
 
 from inferscale_adapters.mem0.scopes import NO_OWNER, owner_of, reader_of
+from inferscale_core.client import ScopeError
+from inferscale_core.facts.scope import Scope
 
 
 def test_owner_takes_all_three_ids() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from inferscale_core.client import Conflict, NotFound, ScopeError
 
 from inferscale_adapters.mem0 import InferScaleVectorStore
+from inferscale_core.client import Conflict, NotFound, ScopeError
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 from pathlib import Path
 
 import pytest
-from inferscale_core.bench.cli import bench_app
 from typer.testing import CliRunner
+
+from inferscale_core.bench.cli import bench_app
 
 
 @pytest.mark.parametrize(

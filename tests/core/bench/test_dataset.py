@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from inferscale_core.bench.dataset import TURNS_BEFORE, load
 from inferscale_core.bench.errors import BenchError
 

@@ -2,6 +2,7 @@ import math
 
 import numpy as np
 import pytest
+
 from inferscale_core.bench.statistics import kl_divergence, paired_ratios, spread
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from inferscale_core.bench import record, ttft
 from inferscale_core.bench.dataset import load
 from inferscale_core.bench.errors import BenchError

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
+
 from inferscale_core import cli
 from inferscale_core.client.locks import FileLock
 from inferscale_core.client.rundir import CoreDir, Status
-from typer.testing import CliRunner, Result
 
 
 def run(*args: str) -> Result:

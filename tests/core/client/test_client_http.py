@@ -14,6 +14,8 @@ import pytest
 import uvicorn
 from client_apps import eventually
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from scripted_server import MEMORY, ScriptedServer, error
+
 from inferscale_core.client import (
     AsyncClient,
     BadRequest,
@@ -29,7 +31,6 @@ from inferscale_core.client import (
     ServerError,
     Timeout,
 )
-from scripted_server import MEMORY, ScriptedServer, error
 
 CHUNKS = [
     {"choices": [{"delta": {"content": "He"}, "finish_reason": None}]},

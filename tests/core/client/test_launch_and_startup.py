@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from inferscale_core.client.errors import (
     AddressInUse,
     ModelNotFound,

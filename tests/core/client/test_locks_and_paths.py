@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from client_apps import eventually
+
 from inferscale_core.client.errors import AddressInUse, StartupError, Timeout
 from inferscale_core.client.locks import FileLock, Lease, held_leases, is_free
 from inferscale_core.client.rundir import SUN_PATH_MAX, free_socket, listens, socket_path

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from inferscale_core import models
 from inferscale_core.client.errors import ModelNotFound
 

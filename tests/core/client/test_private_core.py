@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from client_apps import App, eventually
+
 from inferscale_core.client import (
     ModelNotFound,
     NotEnoughMemory,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from client_apps import eventually
+
 from inferscale_core.client.errors import StoreLocked
 from inferscale_core.client.locks import FileLock, Lease, is_free
 from inferscale_core.client.rundir import CoreDir, Status, core_processes, write_json

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from engines import Engine, engine
 from inferscale_core.connector.protocol import capture_params, inject_params
 from prompts import Prompt

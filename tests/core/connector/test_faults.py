@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import faulty
 import pytest
+
+import faulty
 from engines import Engine, engine
 from inferscale_core.connector.protocol import capture_params, inject_params, stats_params
 from prompts import Prompt

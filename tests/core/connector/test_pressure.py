@@ -1,11 +1,15 @@
 """Chunked prefill, mixed batches, forced preemption, a full arena, tensor parallelism."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
 from engines import engine
 from inferscale_core.connector.protocol import capture_params, inject_params, stats_params
 from prompts import Prompt
+from tiny_models import make_checkpoint
 
 
 def _preemptions(llm) -> float:
@@ -64,10 +68,10 @@ def test_full_arena_evicts_and_says_so(tiny_llama: Path) -> None:
         assert answer.report["injected_tokens"] == 0
 
 
-def test_tensor_parallel_two(tmp_path: Path) -> None:
+def test_tensor_parallel_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker holds its heads; the scheduler side owns the slots of both."""
-    from tiny_models import make_checkpoint
-
+    # One NUMA node: without a binding by hand vLLM refuses two workers.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     prompt = Prompt(40)
     with engine(
         make_checkpoint("qwen2", tmp_path), skip_tokenizer_init=True, tensor_parallel_size=2
@@ -83,11 +87,6 @@ def test_tensor_parallel_two(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mamba"])
 def test_unsupported_models_fail_at_start(kind: str, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    from tiny_models import make_checkpoint
-
     path = make_checkpoint(kind, tmp_path)
     code = (
         "from engines import engine\n"

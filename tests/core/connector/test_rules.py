@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from engines import Answer, Engine, engine
 from inferscale_core.connector.protocol import (
     PARAMS_KEY,

@@ -4,6 +4,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from inferscale_core.connector.segments import Segment, SegmentTable, token_bytes
 from inferscale_core.kv.arena import SlotAllocator
 

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inferscale_core.config import CoreConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from inferscale_core.config import CoreConfig
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inferscale_core.encoding.plain_text import PlainText
 from tokenizers import AddedToken
+
+from inferscale_core.encoding.plain_text import PlainText
 
 
 @pytest.fixture(scope="module")

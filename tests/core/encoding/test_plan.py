@@ -1,6 +1,7 @@
 """The layout of encoding requests."""
 
 import pytest
+
 from inferscale_core.encoding.plan import LineTooLongError, header_key, plan_encoding
 
 HEADER = [1, 2, 3]

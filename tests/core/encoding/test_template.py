@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
+
 from inferscale_core.config import CoreConfig
 from inferscale_core.encoding.template import ComposedPrompt, PromptTemplate, TemplateError
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+
 from inferscale_core.client.models import Turn
 from inferscale_core.config import WindowConfig
 from inferscale_core.encoding.windows import (

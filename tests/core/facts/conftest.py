@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from inferscale_core.facts.scope import Scope
 from inferscale_core.facts.store import FactStore
 

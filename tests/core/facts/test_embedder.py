@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+
 from inferscale_core.facts import embedder as module
 from inferscale_core.facts.embedder import DEFAULT_EMBEDDER, Embedder, EmbedderError
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from inferscale_core.client.models import MemoryIn, Turn
 from inferscale_core.facts.errors import FactError, IdConflictError, StoreError
 from inferscale_core.facts.scope import Scope

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from inferscale_core.client.models import MemoryIn
 from inferscale_core.facts.errors import FilterError
 from inferscale_core.facts.scope import Scope

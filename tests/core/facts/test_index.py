@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from inferscale_core.client.models import MemoryIn
 from inferscale_core.facts.index import EmbeddingIndex
 from inferscale_core.facts.scope import Scope

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from inferscale_core.client.models import MemoryIn
 from inferscale_core.facts.scope import Scope
 from inferscale_core.facts.store import EVICTED, Claim, FactStore, segment_key

@@ -12,13 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection, select, text
+
 from inferscale_core.client.models import MemoryIn
 from inferscale_core.facts.database import Database
 from inferscale_core.facts.errors import StoreError
 from inferscale_core.facts.schema import SCHEMA_VERSION, facts, migrate
 from inferscale_core.facts.scope import Scope
 from inferscale_core.facts.store import FactStore
-from sqlalchemy import Connection, select, text
 
 ALICE = Scope(user="alice")
 V1 = Path(__file__).with_name("v1.sql")

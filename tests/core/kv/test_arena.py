@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from inferscale_core.kv.arena import Arena, KVGeometry, SlotAllocator
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from vllm.config import KVTransferConfig
+
 from inferscale_core.connector.protocol import SECRET_ENV
 from inferscale_core.facts.errors import FactError, FilterError, StoreError
 from inferscale_core.server.errors import QueueFullError, add_handlers
 from inferscale_core.server.plugin import ConfigurationError, core_config
 from inferscale_core.server.traffic import Traffic
-from vllm.config import KVTransferConfig
 
 
 def engine(transfer: KVTransferConfig | None) -> Any:

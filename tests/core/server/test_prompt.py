@@ -4,6 +4,8 @@ import datetime as dt
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
+
 from inferscale_core.client.models import ChatMemory, Memory
 from inferscale_core.config import CoreConfig
 from inferscale_core.encoding.template import ComposedPrompt, PromptTemplate
@@ -16,7 +18,6 @@ from inferscale_core.server.prompt import (
     ready_first,
     report,
 )
-from transformers import AutoTokenizer
 
 from .conftest import model_path
 
