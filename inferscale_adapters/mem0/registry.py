@@ -69,7 +69,6 @@ def _admit_config(model: type[BaseModel], ours: Any) -> None:
         return mem0_check(value, info)
 
     decorator.func = check
-    # pydantic reads the signature of the bound attribute, so the class must hold it as well
     model.model_rebuild(force=True)
 
 

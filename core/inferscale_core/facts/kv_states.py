@@ -244,14 +244,17 @@ class KVStates:
         return count
 
     def reset_kv(self) -> int:
-        """Forget all KV, as after a restart of the engine: ready and stale facts are pending."""
+        """Forget all KV, as after a restart of the engine: every fact that has KV is pending.
+
+        Failed ones too: the model or a limit may be another now.
+        """
         with self._db.write() as conn:
             conn.execute(delete(behind))
             done = conn.execute(
                 update(facts)
                 .where(
                     or_(
-                        facts.c.kv_state.in_(("ready", "stale")),
+                        facts.c.kv_state.in_(("ready", "stale", "failed")),
                         and_(facts.c.kv_state == "pending", facts.c.kv_reason.is_not(None)),
                     )
                 )

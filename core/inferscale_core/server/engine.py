@@ -93,6 +93,10 @@ class EngineMessages:
         params, salt = stats_params()
         return await self._send([self._token_id], params, salt, timeout=timeout)
 
+    async def memcpy_ms(self, num_bytes: int) -> float:
+        """Median time of a plain copy of ``num_bytes`` in the slowest worker, milliseconds."""
+        return max(await self._client.collective_rpc("inferscale_memcpy_ms", args=(num_bytes,)))
+
     def take_evicted(self, report: dict[str, Any]) -> None:
         """Hand on what a report says was evicted."""
         evicted = [(str(ns), str(key)) for ns, key in report.get("evicted") or ()]

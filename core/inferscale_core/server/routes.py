@@ -153,6 +153,14 @@ async def delete(fact_id: str, service: Service, reader: Reader) -> dict[str, in
     return {"deleted": deleted}
 
 
+@router.get("/v1/inferscale/memcpy")
+async def memcpy(
+    service: Service, num_bytes: Annotated[int, Query(alias="bytes", ge=1, le=1 << 32)]
+) -> dict[str, float]:
+    """Milliseconds of a plain memory copy in the worker: the yardstick of the benchmarks."""
+    return {"ms": await service.engine.memcpy_ms(num_bytes)}
+
+
 @router.delete("/v1/collections/{collection:path}")
 async def delete_collection(
     collection: str, service: Service, tenant: str = "default"

@@ -215,8 +215,10 @@ def test_a_restart_forgets_kv_and_nothing_else(path: Path) -> None:
         store.mark_failed(claims["failed"], "too long", None)
         store.mark_failed(claims["retry"], "busy", NOW)
     with FactStore(path) as store:
-        expected = dict.fromkeys(["ready", "stale", "evicted", "waiting"], "pending")
-        assert states(store) == {**expected, "failed": "failed", "retry": "failed"}
+        names = ["ready", "stale", "evicted", "waiting", "failed", "retry"]
+        # What failed is tried again: the model, or a limit, may be another now.
+        expected = dict.fromkeys(names, "pending")
+        assert states(store) == expected
         assert store.epochs([ALICE.key]) == {ALICE.key: 1}, "an epoch never comes back"
         assert {c.id for c in store.claim_pending(10)} == set(expected)
         assert store.delete(["ready"], "default").forgotten.stale_ids == []
