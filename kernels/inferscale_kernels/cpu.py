@@ -10,11 +10,11 @@ page of (block, head)       K: dim 0 | t0 t1 t2 ... |      V: t0 | dim 0 1 2 ...
 ```
 """
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,9 @@ def _kernel(head_dim: int, rotary_dim: int, is_neox: bool) -> Kernel:
     # modules and fails on one of Numba's.
     import numba
 
+    u16, u32 = np.uint16, np.uint32
+    one, sixteen, bias = u32(1), u32(16), u32(0x7FFF)
+
     @numba.njit(nogil=True)
     def rotate_scatter(
         arena: Any, arena64: Any, src: Any, dst: Any, pos: Any, flat: Any, flat64: Any, table: Any,
@@ -68,11 +71,7 @@ def _kernel(head_dim: int, rotary_dim: int, is_neox: bool) -> Kernel:
         v_base: int, v_token: int,
     ) -> None:  # fmt: skip
         num_tokens = src.shape[0]
-        x = np.empty(D, np.float32)
-        y = np.empty(D, np.float32)
-        x_bits = x.view(np.uint32)
-        y_bits = y.view(np.uint32)
-        tile = np.empty((T, D), np.uint16)
+        tiles = np.empty((arena.shape[2], T, D), np.uint16)
         packed = np.empty((T // 4, D), np.uint64)
         i = 0
         while i < num_tokens:
@@ -85,42 +84,44 @@ def _kernel(head_dim: int, rotary_dim: int, is_neox: bool) -> Kernel:
                 for j in range(1, T):
                     if dst[i + j] != dst[i] + j:
                         run = 1
-            for h in range(arena.shape[2]):
-                page = block * block_stride + h * head_stride
-                for j in range(run):
-                    s = src[i + j]
-                    p = pos[i + j]
-                    for d in range(D):
-                        x_bits[d] = np.uint32(arena[s, 0, h, d]) << np.uint32(16)
+            for j in range(run):
+                s = src[i + j]
+                p = pos[i + j]
+                for h in range(arena.shape[2]):
+                    page = block * block_stride + h * head_stride
                     for d in range(half):
+                        a = np.uint32(np.uint32(arena[s, 0, h, first * d]) << sixteen).view(
+                            np.float32
+                        )
+                        b = np.uint32(
+                            np.uint32(arena[s, 0, h, first * d + second]) << sixteen
+                        ).view(np.float32)
                         c = table[p, d]
                         z = table[p, half + d]
-                        a = x[first * d]
-                        b = x[first * d + second]
-                        y[first * d] = a * c - b * z
-                        y[first * d + second] = b * c + a * z
-                    for d in range(R, D):
-                        y[d] = x[d]
-                    for d in range(D):
-                        u = y_bits[d]
+                        u = np.float32(a * c - b * z).view(np.uint32)
+                        v = np.float32(b * c + a * z).view(np.uint32)
                         # Round to nearest even, as torch does.
-                        tile[j, d] = np.uint16(
-                            (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1)))
-                            >> np.uint32(16)
-                        )
+                        u_up = u32(u + u32(bias + u32(u32(u >> sixteen) & one)))
+                        v_up = u32(v + u32(bias + u32(u32(v >> sixteen) & one)))
+                        tiles[h, j, first * d] = u16(u_up >> sixteen)
+                        tiles[h, j, first * d + second] = u16(v_up >> sixteen)
+                    for d in range(R, D):
+                        tiles[h, j, d] = arena[s, 0, h, d]
                     o = (page + v_base + (t + j) * v_token) >> 2
                     for d in range(words):
                         flat64[o + d] = arena64[s, 1, h, d]
+            for h in range(arena.shape[2]):
+                page = block * block_stride + h * head_stride
                 o = page + k_base + t
                 if run == T:
                     for g in range(T // 4):
                         j = 4 * g
                         for d in range(D):
                             packed[g, d] = (
-                                np.uint64(tile[j, d])
-                                | (np.uint64(tile[j + 1, d]) << np.uint64(16))
-                                | (np.uint64(tile[j + 2, d]) << np.uint64(32))
-                                | (np.uint64(tile[j + 3, d]) << np.uint64(48))
+                                np.uint64(tiles[h, j, d])
+                                | (np.uint64(tiles[h, j + 1, d]) << np.uint64(16))
+                                | (np.uint64(tiles[h, j + 2, d]) << np.uint64(32))
+                                | (np.uint64(tiles[h, j + 3, d]) << np.uint64(48))
                             )
                     o = o >> 2
                     row = k_dim >> 2
@@ -129,7 +130,7 @@ def _kernel(head_dim: int, rotary_dim: int, is_neox: bool) -> Kernel:
                             flat64[o + d * row + g] = packed[g, d]
                 else:
                     for d in range(D):
-                        flat[o + d * k_dim] = tile[0, d]
+                        flat[o + d * k_dim] = tiles[h, 0, d]
             i += run
 
     return rotate_scatter
@@ -145,7 +146,7 @@ class PackedScatter:
         tables: per layer float32 ``[max_position, rotary_dim]``, or None for layers without
             rotary embeddings (their keys are copied as they are).
         is_neox: per layer the pairing of rotary dims.
-        num_threads: threads that share the layers of a call.
+        cpus: CPUs to run on, one thread each; the threads share the layers of a call.
 
     """
 
@@ -156,7 +157,7 @@ class PackedScatter:
         page: PackedPage,
         tables: list[torch.Tensor | None],
         is_neox: list[bool],
-        num_threads: int = 1,
+        cpus: Iterable[int] = (0,),
     ):
         head_dim = arena.shape[-1]
         bits = arena.view(torch.int16).numpy().view(np.uint16)
@@ -173,8 +174,14 @@ class PackedScatter:
             page.block_size, page.block_stride, page.head_stride, page.k_base,
             page.k_dim_stride, page.v_base, page.v_token_stride,
         )  # fmt: skip
-        self._num_parts = max(1, min(num_threads, len(caches)))
-        self._pool = ThreadPoolExecutor(self._num_parts - 1) if self._num_parts > 1 else None
+        allowed = set(cpus)
+        self._num_threads = max(1, min(len(allowed), len(caches)))
+        self._pool: ThreadPoolExecutor | None = None
+        if self._num_threads > 1:
+            # The calling thread may be bound to one CPU; its helpers must not inherit that.
+            self._pool = ThreadPoolExecutor(
+                self._num_threads - 1, initializer=os.sched_setaffinity, initargs=(0, allowed)
+            )
         self.write(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def write(self, src: np.ndarray, dst: np.ndarray, positions: np.ndarray) -> None:
@@ -186,23 +193,23 @@ class PackedScatter:
             positions: int64 ``[num_tokens]`` serving positions.
 
         """
-        num_layers = len(self._flat)
-        bounds = [num_layers * i // self._num_parts for i in range(self._num_parts + 1)]
-        parts = list(pairwise(bounds))
-        others: list[Future[None]] = []
-        if self._pool is not None:
-            others = [
-                self._pool.submit(self._write_layers, lo, hi, src, dst, positions)
-                for lo, hi in parts[1:]
-            ]
-        self._write_layers(*parts[0], src, dst, positions)
+        # Each thread takes the next layer: one that shares its CPU takes fewer.
+        layers = iter(range(len(self._flat)))
+        others = [
+            self._pool.submit(self._write_layers, layers, src, dst, positions)
+            for _ in range(self._num_threads - 1)
+            if self._pool is not None
+        ]
+        self._write_layers(layers, src, dst, positions)
         for future in others:
-            future.result()
+            # One that has not begun has nothing left to do.
+            if not future.cancel():
+                future.result()
 
     def _write_layers(
-        self, lo: int, hi: int, src: np.ndarray, dst: np.ndarray, positions: np.ndarray
+        self, layers: Iterator[int], src: np.ndarray, dst: np.ndarray, positions: np.ndarray
     ) -> None:
-        for layer in range(lo, hi):
+        for layer in layers:
             table = self._tables[layer]
             # NoPE layers read no table row, but the kernel still indexes by position.
             where = positions if table.shape[1] else np.zeros_like(positions)

@@ -44,7 +44,7 @@ def test_equals_the_reference(shape, heads, block_size, num_tokens, start, seed,
     before = [c.clone() for c in caches]
     table = torch.randn(600, rotary_dim) if rotary_dim else None
     writer = PackedScatter(
-        arena, caches, page, [table] * NUM_LAYERS, [is_neox] * NUM_LAYERS, threads
+        arena, caches, page, [table] * NUM_LAYERS, [is_neox] * NUM_LAYERS, range(threads)
     )
     rng = np.random.default_rng(seed)
     src = rng.integers(0, NUM_SLOTS, num_tokens).astype(np.int32)

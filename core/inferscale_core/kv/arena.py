@@ -8,6 +8,7 @@ arena[layer, slot, 0 = key before rotation | 1 = value, kv head, dim]
 ```
 """
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,12 +120,16 @@ class Arena:
 
     def __init__(self, geometry: KVGeometry, num_slots: int, device: torch.device):
         self.geometry = geometry
-        # Not zeroed: pages are touched, and so take memory, only as segments arrive.
-        self.kv = torch.empty(
-            (geometry.num_layers, num_slots, 2, geometry.num_kv_heads, geometry.head_dim),
-            dtype=geometry.dtype,
-            device=device,
-        )
+        shape = (geometry.num_layers, num_slots, 2, geometry.num_kv_heads, geometry.head_dim)
+        # Not written: memory is taken only as segments arrive.
+        if device.type == "cpu":
+            buffer = mmap.mmap(-1, num_slots * geometry.bytes_per_token)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                # A segment's tokens lie far apart from layer to layer: fewer, larger pages.
+                buffer.madvise(mmap.MADV_HUGEPAGE)
+            self.kv = torch.frombuffer(buffer, dtype=geometry.dtype).view(shape)
+        else:
+            self.kv = torch.empty(shape, dtype=geometry.dtype, device=device)
 
     def store(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

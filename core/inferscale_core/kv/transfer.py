@@ -16,6 +16,22 @@ from inferscale_kernels.reference import rotate, unrotate
 logger = logging.getLogger(__name__)
 
 
+_MAX_WRITER_CPUS = 8
+
+
+def _writer_cpus() -> list[int]:
+    """CPUs for the writer: those of the parent process.
+
+    vLLM binds a worker to the cores of its OpenMP threads and keeps one for the other processes,
+    which have nothing to do while the worker writes.
+    """
+    try:
+        cpus = os.sched_getaffinity(os.getppid())
+    except OSError:
+        cpus = os.sched_getaffinity(0)
+    return sorted(cpus)[:_MAX_WRITER_CPUS]
+
+
 class PagedTransfer:
     """Both directions for one worker.
 
@@ -53,7 +69,7 @@ class PagedTransfer:
             page,
             [t.cos_sin if t else None for t in self._tables],
             [t.is_neox if t else True for t in self._tables],
-            num_threads=min(4, len(os.sched_getaffinity(0))),
+            cpus=_writer_cpus(),
         )
 
     def inject(self, src: np.ndarray, dst: np.ndarray, positions: np.ndarray) -> None:
