@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-_TILE = 32
-"""Tokens rotated together before their keys are stored: one cache line of bfloat16 keys."""
+_MAX_TILE = 128
+"""Most tokens rotated together before their keys are stored: each key row is then written in
+contiguous runs of 256 bytes."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ Kernel = Callable[..., None]
 
 
 @lru_cache(maxsize=64)
-def _kernel(head_dim: int, rotary_dim: int, is_neox: bool) -> Kernel:
-    D, R, T = head_dim, rotary_dim, _TILE  # noqa: N806 - compile-time constants of the kernel
+def _kernel(head_dim: int, rotary_dim: int, is_neox: bool, tile: int) -> Kernel:
+    D, R, T = head_dim, rotary_dim, tile  # noqa: N806 - compile-time constants of the kernel
     half, words = R // 2, D // 4
     # Dim i of a pair sits at first * i, its partner at first * i + second.
     first, second = (1, half) if is_neox else (2, 1)
@@ -167,7 +168,7 @@ class PackedScatter:
         identity = np.zeros((1, 0), np.float32)
         self._tables = [identity if t is None else t.numpy() for t in tables]
         self._kernels = [
-            _kernel(head_dim, table.shape[1], neox)
+            _kernel(head_dim, table.shape[1], neox, min(_MAX_TILE, page.block_size))
             for table, neox in zip(self._tables, is_neox, strict=True)
         ]
         self._page = (
