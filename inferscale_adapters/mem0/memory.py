@@ -91,6 +91,10 @@ class Memory(mem0.Memory):
         """Mem0's ``delete_all``, in one go: facts with their KV, entities, and the history."""
         ids = _trimmed({"user_id": user_id, "agent_id": agent_id, "run_id": run_id})
         filters = {key: value for key, value in ids.items() if value}
+        if "*" in filters.values():
+            raise ScopeError(
+                "delete_all() takes no '*': name the user, agent or run whose memories are to go"
+            )
         store = self.vector_store
         if not filters or not isinstance(store, InferScaleVectorStore):
             return super().delete_all(user_id=user_id, agent_id=agent_id, run_id=run_id)

@@ -138,8 +138,8 @@ def _by_id_params(who: Who) -> dict[str, str]:
 
 
 def _memory_path(fact_id: str) -> str:
-    if not fact_id:
-        raise BadRequest("the id of a fact is empty; pass the id that add() returned")
+    if fact_id in ("", ".", ".."):  # an HTTP client takes "." for all facts of the scope
+        raise BadRequest(f"the id of a fact is empty or no id ({fact_id!r}); pass add()'s")
     return f"/v1/memories/{quote(fact_id, safe='')}"
 
 
@@ -228,8 +228,8 @@ def delete_all(collection: str | None, who: Who) -> Call[int]:
 
 
 def delete_collection(collection: str, tenant: str) -> Call[int]:
-    if not collection:
-        raise BadRequest("the name of the collection is empty")
+    if collection in ("", ".", ".."):
+        raise BadRequest(f"the name of the collection is empty or no name: {collection!r}")
     path = f"/v1/collections/{quote(collection, safe='')}"
     return Call("DELETE", path, _deleted, params={"tenant": tenant})
 

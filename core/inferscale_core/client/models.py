@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from inferscale_core.facts.scope import Scope
 
@@ -17,6 +17,10 @@ KVState = Literal["pending", "ready", "stale", "failed", "none"]
 """``none``: a row that is stored and searched but never gets KV (``encode=False``)."""
 
 MAX_TEXT_CHARS = 100_000
+
+UNNAMEABLE = frozenset({".", "..", "status"})
+"""No URL of the API can name a fact with one of these ids: a client that tidies up the path of
+``DELETE /v1/memories/.`` would delete all facts of the scope."""
 
 
 class Turn(BaseModel):
@@ -42,6 +46,16 @@ class MemoryIn(BaseModel):
     invalid_at: datetime | None = None
     turns: list[Turn] = Field(default_factory=list)
     encode: bool = True
+
+    @field_validator("id")
+    @classmethod
+    def _can_be_named(cls, value: str | None) -> str | None:
+        if value is not None and (value in UNNAMEABLE or any(c < " " for c in value)):
+            raise ValueError(
+                f"{value!r} cannot be the id of a fact: an id holds no control characters and is "
+                f"none of {', '.join(sorted(UNNAMEABLE))}"
+            )
+        return value
 
 
 class Memory(BaseModel):

@@ -80,10 +80,15 @@ def drop_params(
     keys: Iterable[tuple[str, str]] = (),
     namespaces: Iterable[str] = (),
     epochs: Iterable[tuple[str, int]] = (),
+    stale: Iterable[tuple[str, str]] = (),
+    texts: Iterable[Sequence[int]] = (),
 ) -> tuple[dict[str, Any], str]:
     """Params and salt of a one-token request that forgets segments when it reaches the scheduler.
 
-    ``keys`` are ``(namespace, key)`` pairs, ``namespaces`` are dropped whole; ``epochs`` are the
+    ``keys`` are ``(namespace, key)`` pairs of lines whose text is gone: what was encoded behind
+    them goes too. ``stale`` are lines whose text stays and whose KV does not. ``texts`` are the
+    token ids of lines that are gone: no header or literal that holds them stays.
+    ``namespaces`` are dropped whole; ``epochs`` are the
     new epochs of the namespaces touched: questions that carry an older one are not injected.
     """
     message = {
@@ -91,6 +96,8 @@ def drop_params(
         "keys": [list(k) for k in keys],
         "namespaces": list(namespaces),
         "epochs": [list(e) for e in epochs],
+        "stale": [list(k) for k in stale],
+        "texts": [list(ids) for ids in texts],
     }
     return {PARAMS_KEY: message}, salt_for("drop", "", [])
 

@@ -10,14 +10,15 @@ import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from inferscale_core.connector.metadata import Capture, Injection, StepMetadata, StepResult
 from inferscale_core.connector.protocol import PARAMS_KEY, Span, salt_for
-from inferscale_core.connector.segments import Cover, Segment, SegmentTable, token_bytes
+from inferscale_core.connector.segments import Segment, SegmentTable, token_bytes
+from inferscale_core.connector.tracked import Tracked
 from inferscale_core.kv.arena import SlotAllocator
 
 _MAX_GAPS = 8
@@ -26,36 +27,12 @@ _MAX_REPORTED_EVICTIONS = 10_000
 
 
 @dataclass
-class _Tracked:
-    """One request that carries a message of ours, from arrival to its end."""
-
-    message: dict[str, Any]
-    prompt: bytes = b""
-    num_prompt_tokens: int = 0
-    reason: str | None = None
-    cover: Cover | None = None
-    cover_version: int = -1
-    # Tokens [start, end) to inject in the step that is being scheduled.
-    load: tuple[int, int] | None = None
-    block_ids: list[int] = field(default_factory=list)
-    admitted: bool = False
-    spans: list[Span] = field(default_factory=list)
-    captured: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    report: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def op(self) -> str:
-        return self.message["op"]
-
-
-@dataclass
 class _InFlight:
     """A capture that the workers have not acknowledged yet."""
 
     segment: Segment
     epoch: int
-    owner: _Tracked
+    owner: Tracked
 
 
 class SchedulerSide:
@@ -66,7 +43,7 @@ class SchedulerSide:
         self._block_size = block_size
         self._min_gain = min_gain_tokens
         self._epochs: dict[str, int] = {}
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._next_capture = 0
         # Of the step that is being scheduled: blocks by request that vLLM was promised to find
@@ -83,7 +60,7 @@ class SchedulerSide:
         message = (request.kv_transfer_params or {}).get(PARAMS_KEY)
         if message is None:
             return
-        tracked = _Tracked(message)
+        tracked = Tracked(message)
         self._tracked[request.request_id] = tracked
         if message["op"] in ("inject", "capture"):
             tracked.reason = self._refusal(request, tracked)
@@ -95,7 +72,7 @@ class SchedulerSide:
         elif message["op"] == "drop":
             self._drop(request, message)
 
-    def _refusal(self, request: Any, tracked: _Tracked) -> str | None:
+    def _refusal(self, request: Any, tracked: Tracked) -> str | None:
         """Why this request must not read or write segments, or None. Rule: no salt, no KV."""
         message = tracked.message
         if tracked.op == "inject":
@@ -107,22 +84,28 @@ class SchedulerSide:
         if request.cache_salt != salt_for(tracked.op, reader, scopes):
             return "bad_salt"
         for namespace, epoch in scopes:
-            if epoch < self._epochs.get(namespace, 0):
+            known = self._epochs.setdefault(namespace, epoch)
+            if epoch < known:
                 return "stale_epoch"
-            self._epochs[namespace] = epoch
+            if epoch > known and tracked.op == "inject":
+                # What the change took away is resident until its drop message arrives.
+                return "drop_pending"
         if request.prompt_token_ids is None or getattr(request, "mm_features", None):
             return "not_text"
         if getattr(request, "lora_request", None) is not None:
             return "lora"
         return None
 
-    def _checked_spans(self, tracked: _Tracked) -> list[Span]:
+    def _checked_spans(self, tracked: Tracked) -> list[Span]:
         spans = []
         for raw in tracked.message["spans"]:
             span = Span(**{**raw, "behind": tuple(raw["behind"])})
             if not 0 <= span.start < span.end <= tracked.num_prompt_tokens:
                 tracked.failed[span.key] = "span outside of the prompt"
-            elif span.kind == "header" and self.table.get(tracked.message["ns"], span.key):
+            elif span.kind == "header" and (
+                header := self.table.get(tracked.message["ns"], span.key)
+            ):
+                self.table.touch([header])
                 tracked.captured.append(span.key)
             else:
                 spans.append(span)
@@ -139,6 +122,8 @@ class SchedulerSide:
             [(ns, key) for ns, key in message["keys"]],
             message["namespaces"],
             [ns for ns, _ in epochs],
+            [(ns, key) for ns, key in message["stale"]],
+            [token_bytes(ids) for ids in message["texts"]],
         )
 
     # Admission.
@@ -172,7 +157,7 @@ class SchedulerSide:
         tracked.load = (num_computed_tokens, matched)
         return gain
 
-    def _epochs_moved(self, tracked: _Tracked) -> bool:
+    def _epochs_moved(self, tracked: Tracked) -> bool:
         return any(int(e) < self._epochs.get(ns, 0) for ns, e in tracked.message["scopes"])
 
     def promise(self, request_id: str, block_ids: list[int]) -> None:
@@ -193,7 +178,7 @@ class SchedulerSide:
         if tracked.op == "inject" and tracked.reason is None and not tracked.spans:
             self._plan_gaps(tracked)
 
-    def _plan_gaps(self, tracked: _Tracked) -> None:
+    def _plan_gaps(self, tracked: Tracked) -> None:
         """Headers and literals not known yet become segments of the reader on first sight."""
         assert tracked.cover is not None
         reader = tracked.message["reader"]
@@ -256,7 +241,7 @@ class SchedulerSide:
         return step
 
     def _add_injection(
-        self, step: StepMetadata, request_id: str, tracked: _Tracked
+        self, step: StepMetadata, request_id: str, tracked: Tracked
     ) -> Iterable[Segment]:
         assert tracked.load is not None
         assert tracked.cover is not None
@@ -272,17 +257,18 @@ class SchedulerSide:
             )
         )
         tracked.report["injected_tokens"] = end - start
-        self.table.touch(tracked.cover.segments)
+        # The header last: without it nothing of the cover can be used.
+        self.table.touch(reversed(tracked.cover.segments))
         return tracked.cover.segments
 
-    def _paged_slots(self, tracked: _Tracked, positions: np.ndarray) -> np.ndarray:
+    def _paged_slots(self, tracked: Tracked, positions: np.ndarray) -> np.ndarray:
         blocks = np.asarray(tracked.block_ids, dtype=np.int64)
         return blocks[positions // self._block_size] * self._block_size + (
             positions % self._block_size
         )
 
     def _add_captures(
-        self, step: StepMetadata, tracked: _Tracked, num_done: int, pinned: list[Segment]
+        self, step: StepMetadata, tracked: Tracked, num_done: int, pinned: list[Segment]
     ) -> None:
         message = tracked.message
         if tracked.op == "capture":
@@ -344,42 +330,28 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
+        report: dict[str, Any] | None = None
+        if tracked.op == "capture":
+            report = tracked.capture_report()
+        elif tracked.op == "inject":
+            report = tracked.injection_report(bytes_per_token)
+            if report["reason"] is not None:
+                self.reasons[report["reason"]] += 1
+        if not self._from_core(request, tracked):
+            # A message that some client made up learns nothing about others' segments.
+            return report
+        if tracked.op == "stats":
+            report = self.stats()
         evicted = [list(pair) for pair in self._evicted]
         self._evicted.clear()
-        if tracked.op == "capture":
-            failed = dict(tracked.failed)
-            for span in tracked.spans:
-                failed[span.key] = tracked.reason or "aborted"
-            if tracked.reason is not None:
-                failed.update({s["key"]: tracked.reason for s in tracked.message["spans"]})
-            return {"captured": tracked.captured, "failed": failed, "evicted": evicted}
-        if tracked.op == "inject":
-            return self._injection_report(tracked, bytes_per_token) | {"evicted": evicted}
-        if tracked.op == "stats":
-            return self.stats() | {"evicted": evicted}
-        return {"evicted": evicted}
+        return (report or {}) | {"evicted": evicted}
 
-    def _injection_report(self, tracked: _Tracked, bytes_per_token: int) -> dict[str, Any]:
-        report = tracked.report
-        injected = report.get("injected_tokens", 0)
-        reason = tracked.reason
-        if reason is None and injected == 0:
-            matched = report.get("matched_tokens", 0)
-            reason = "not_resident" if matched == 0 else "no_gain"
-            if matched and report.get("cached_tokens", 0) >= matched:
-                reason = "prefix_cached"
-        if reason is not None:
-            self.reasons[reason] += 1
-        return {
-            "injected_tokens": injected,
-            "matched_tokens": report.get("matched_tokens", 0),
-            "cached_tokens": report.get("cached_tokens", 0),
-            "prompt_tokens": tracked.num_prompt_tokens,
-            "reason": reason,
-            "match_ms": report.get("match_ms"),
-            "write_ms": report.get("write_ms"),
-            "bytes": injected * bytes_per_token,
-        }
+    @staticmethod
+    def _from_core(request: Any, tracked: Tracked) -> bool:
+        """Whether the request carries the salt that only the core can make."""
+        if tracked.op in ("inject", "capture"):
+            return tracked.reason not in ("bad_salt", "no_scope")
+        return request.cache_salt == salt_for(tracked.op, "", [])
 
     def stats(self) -> dict[str, Any]:
         return {

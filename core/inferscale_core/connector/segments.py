@@ -79,6 +79,25 @@ class _Namespace:
                     yield found
 
 
+class _Contents:
+    """Runs of tokens to look for in others."""
+
+    def __init__(self, texts: Iterable[bytes]):
+        self._by_start: dict[bytes, list[bytes]] = {}
+        for text in texts:
+            self._by_start.setdefault(text[: _PREFIX_TOKENS * _TOKEN_BYTES], []).append(text)
+        self._lengths = {len(start) for start in self._by_start if start}
+
+    def stand_in(self, tokens: bytes) -> bool:
+        """Whether one of the runs stands anywhere in ``tokens``."""
+        for length in self._lengths:
+            for at in range(0, len(tokens) - length + 1, _TOKEN_BYTES):
+                for text in self._by_start.get(tokens[at : at + length], ()):
+                    if tokens.startswith(text, at):
+                        return True
+        return False
+
+
 @dataclass(frozen=True)
 class Gap:
     """Prompt tokens ``[start, end)`` between known segments that could become one."""
@@ -194,23 +213,37 @@ class SegmentTable:
         keys: Iterable[tuple[str, str]],
         namespaces: Iterable[str] = (),
         touched: Iterable[str] = (),
+        stale: Iterable[tuple[str, str]] = (),
+        texts: Iterable[bytes] = (),
     ) -> int:
         """Forget segments by key or namespace, and every segment that was encoded behind them.
 
         ``touched`` are further namespaces whose lines may stand behind the dropped ones. Lines
         elsewhere keep their KV: a key names a line's text, which another owner may have too.
+
+        Lines behind a ``stale`` one keep theirs, as they were computed from its text; headers and
+        literals, which questions compute from its KV, do not. ``texts`` are tokens that no header
+        or literal may hold any more: of a line that it took in before the line had KV.
         """
-        keys, whole = list(keys), set(namespaces)
+        keys, whole, stale = list(keys), set(namespaces), list(stale)
         gone = {key for _, key in keys}
+        tainted = {key for _, key in stale}
+        held = _Contents(texts)
         reached = whole.union((namespace for namespace, _ in keys), touched)
-        doomed = {id(s): s for s in (self._recent.get(k) for k in keys) if s is not None}
+        named = (self._recent.get(k) for k in [*keys, *stale])
+        doomed = {id(s): s for s in named if s is not None}
         for name in whole:
             for segment in list(self._namespaces.get(name, _Namespace()).by_key.values()):
                 doomed[id(segment)] = segment
                 gone.add(segment.key)
         for segment in self._recent.values():
-            near = segment.kind != "line" or segment.namespace in reached
-            if near and not gone.isdisjoint(segment.behind):
+            if segment.kind == "line":
+                spoilt = segment.namespace in reached and not gone.isdisjoint(segment.behind)
+            else:
+                behind = segment.behind
+                spoilt = not (gone.isdisjoint(behind) and tainted.isdisjoint(behind))
+                spoilt = spoilt or held.stand_in(segment.tokens)
+            if spoilt:
                 doomed[id(segment)] = segment
         for segment in doomed.values():
             self.remove(segment)

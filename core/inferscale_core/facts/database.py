@@ -186,6 +186,8 @@ class Database:
             return FactError(
                 "metadata and turns must be JSON that SQLite accepts: nested less deeply"
             )
+        if "expression tree is too large" in lower or "too many sql variables" in lower:
+            return FactError(f"the filter has too many conditions ({message}); ask with fewer")
         if "readonly" in lower or "unable to open" in lower:
             remedy = "make the file and its directory writable for this user or name another file"
         elif "locked" in lower or "busy" in lower:

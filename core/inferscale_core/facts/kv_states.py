@@ -45,6 +45,7 @@ def forget(conn: Connection, change: Callable[[], None]) -> Forgotten:
     owned = _segments(
         conn, select(facts.c.ns, facts.c.line_key).where(facts.c.seq.in_(listed)).distinct()
     )
+    lines = conn.scalars(select(facts.c.line).where(facts.c.seq.in_(listed)).distinct()).all()
     dependent = _segments(
         conn,
         select(behind.c.ns, behind.c.line_key).where(behind.c.behind_seq.in_(listed)).distinct(),
@@ -67,9 +68,20 @@ def forget(conn: Connection, change: Callable[[], None]) -> Forgotten:
     for within in _conditions(gone | dependent):
         conn.execute(delete(behind).where(within(behind)))
     conn.execute(delete(behind).where(behind.c.behind_seq.in_(listed)))
-    touched = sorted({ns for ns, _ in owned | dependent})
+    epochs = advance_epochs(conn, {ns for ns, _ in owned | dependent})
+    return Forgotten(
+        keys=sorted(gone | dependent),
+        epochs=epochs,
+        stale_ids=stale_ids,
+        stale_keys=sorted(dependent - gone),
+        lines=sorted(lines),
+    )
+
+
+def advance_epochs(conn: Connection, spaces: Iterable[str]) -> dict[str, int]:
+    """Put questions out of reach of what vLLM has cached for the namespaces; the new epochs."""
     epochs: dict[str, int] = {}
-    for some in chunks(touched):
+    for some in chunks(sorted(spaces)):
         advanced = (
             update(namespaces)
             .where(namespaces.c.ns.in_(some))
@@ -77,7 +89,7 @@ def forget(conn: Connection, change: Callable[[], None]) -> Forgotten:
             .returning(namespaces.c.ns, namespaces.c.epoch)
         )
         epochs.update(dict(conn.execute(advanced).all()))
-    return Forgotten(keys=sorted(gone | dependent), epochs=epochs, stale_ids=stale_ids)
+    return epochs
 
 
 def _conditions(
@@ -166,7 +178,8 @@ class KVStates:
         in the encoding request. Facts with the same line in the namespace become ready as well.
         Returns the claims refused because their fact, or one before it, was changed or deleted
         in the meantime: the engine must drop the segments of these, and the facts wait to be
-        encoded again.
+        encoded again. The epochs of their namespaces advance, since a question may have used
+        such a segment already.
         """
         refused: list[Claim] = []
         with self._db.write() as conn:
@@ -190,6 +203,7 @@ class KVStates:
                     # Added to those it has: if an eviction was reported late, the segment of the
                     # earlier encoding may be the one that is resident.
                     conn.execute(sqlite_insert(behind).on_conflict_do_nothing(), edges)
+            advance_epochs(conn, {claim.ns for claim in refused})
         self.release(claims)
         return refused
 

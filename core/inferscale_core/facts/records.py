@@ -30,13 +30,17 @@ class Forgotten:
 
     The engine must drop ``keys`` and learn ``epochs`` (``protocol.drop_params``) before the
     change is answered. ``keys`` are ``(namespace, segment key)``: lines that no live fact has any
-    more, and lines that were encoded behind a text that is gone. ``epochs`` holds the new epoch
-    of every namespace touched, ``stale_ids`` the facts (of the same tenant) to encode again.
+    more, and lines that were encoded behind a text that is gone; the latter, if a live fact has
+    them, are in ``stale_keys`` as well. ``epochs`` holds the new epoch of every namespace
+    touched, ``stale_ids`` the facts (of the same tenant) to encode again, ``lines`` the lines
+    that were deleted or changed.
     """
 
     keys: list[tuple[str, str]] = field(default_factory=list)
     epochs: dict[str, int] = field(default_factory=dict)
     stale_ids: list[str] = field(default_factory=list)
+    stale_keys: list[tuple[str, str]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.keys or self.epochs or self.stale_ids)

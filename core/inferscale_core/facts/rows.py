@@ -80,8 +80,28 @@ class LineFormat:
         return {"text": text, "line": line, "line_key": segment_key(line), "hash": digest}
 
 
+MAX_JSON_DEPTH = 64
+"""Answers are written by pydantic, which gives up at 255 levels of nesting."""
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list | tuple)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def to_json(value: Any, what: str) -> str:
     """JSON text that SQLite can read. Raises FactError."""
+    if _depth_exceeds(value, MAX_JSON_DEPTH):
+        raise FactError(f"{what} must be JSON of at most {MAX_JSON_DEPTH} levels of nesting")
     try:
         return clean(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

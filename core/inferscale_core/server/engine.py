@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,10 +82,15 @@ class EngineMessages:
         epochs: Iterable[tuple[str, int]] = (),
         *,
         namespaces: Iterable[str] = (),
+        stale: Iterable[Segment] = (),
+        texts: Iterable[Sequence[int]] = (),
         timeout: float,
     ) -> None:
-        """Forget segments; they are gone when this returns. Raises UnavailableError."""
-        params, salt = drop_params(keys, namespaces, epochs)
+        """Forget segments, see ``drop_params``; they are gone when this returns.
+
+        Raises UnavailableError.
+        """
+        params, salt = drop_params(keys, namespaces, epochs, stale, texts)
         await self._send([self._token_id], params, salt, timeout=timeout)
 
     async def stats(self, timeout: float) -> dict[str, Any]:

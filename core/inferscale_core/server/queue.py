@@ -41,6 +41,9 @@ DROP_TIMEOUT = 30.0
 FIRST_RETRY = 0.5
 LONGEST_RETRY = 300.0
 
+STORE_RETRY = 5.0
+"""Seconds to wait when the fact store cannot be read or written."""
+
 IDLE_POLL = 30.0
 """Seconds between looks at the queue when nothing announces work."""
 
@@ -170,8 +173,15 @@ class EncodeQueue:
         self.notify()
 
     async def _drop(self, forgotten: Forgotten, empty: Sequence[str]) -> None:
-        epochs = sorted(forgotten.epochs.items())
-        await self._engine.drop(forgotten.keys, epochs, namespaces=empty, timeout=DROP_TIMEOUT)
+        stale = set(forgotten.stale_keys)
+        await self._engine.drop(
+            [key for key in forgotten.keys if key not in stale],
+            sorted(forgotten.epochs.items()),
+            namespaces=empty,
+            stale=forgotten.stale_keys,
+            texts=await self._run(lambda: [self._template.line_ids(i) for i in forgotten.lines]),
+            timeout=DROP_TIMEOUT,
+        )
 
     async def _drop_later(self, forgotten: Forgotten, empty: Sequence[str]) -> None:
         delay = FIRST_RETRY
@@ -215,7 +225,7 @@ class EncodeQueue:
                     continue
             except Exception:
                 logger.exception("the encode queue could not take facts; trying again")
-                await asyncio.sleep(LONGEST_RETRY / 60)
+                await asyncio.sleep(STORE_RETRY)
             finally:
                 if not taken:
                     self._slots.release()
@@ -227,7 +237,11 @@ class EncodeQueue:
         claims = await self._run(self._store.claim_pending, group if group == 1 else 4 * group)
         if len(claims) <= group:
             return claims
-        kept = await self._run(self._nearest_together, claims, group)
+        try:
+            kept = await self._run(self._nearest_together, claims, group)
+        except BaseException:
+            self._store.release(claims)
+            raise
         left = [claim for claim in claims if claim not in kept]
         self._store.release(left)
         return kept
@@ -258,8 +272,14 @@ class EncodeQueue:
             raise
         except Exception as error:
             logger.warning("encoding failed: %s", error)
-            for claim in claims:
-                await self._fail(claim, f"{type(error).__name__}: {error}")
+            try:
+                for claim in claims:
+                    await self._fail(claim, f"{type(error).__name__}: {error}")
+            except Exception:
+                logger.exception("the failure could not be written down; trying again")
+                await asyncio.sleep(STORE_RETRY)
+            finally:
+                self._store.release(claims)
         finally:
             self._slots.release()
             self.notify()
@@ -311,7 +331,9 @@ class EncodeQueue:
         if done:
             refused = await self._run(self._store.mark_ready, done, prepared.behind)
             if refused:
-                await self.forget(Forgotten(keys=[claim.segment for claim in refused]))
+                epochs = await self._run(self._store.epochs, {claim.ns for claim in refused})
+                segments = [claim.segment for claim in refused]
+                await self.forget(Forgotten(segments, epochs, stale_keys=segments))
         for claim in prepared.claims:
             if claim.line_key not in report.captured:
                 reason = report.failed.get(claim.line_key, "the engine gave no report")

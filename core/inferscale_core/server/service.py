@@ -117,6 +117,12 @@ class MemoryService:
             vectors = await self.embed_texts([item.text for item in items])
         async with self._changes:
             result = await self.run(self._add, scope, items, vectors, request.collection)
+        fresh = {*result.created, *result.changed}
+        if vectors is None and fresh:  # deleted or changed since it was looked up
+            memories = [memory for memory in result.memories if memory.id in fresh]
+            vectors = await self.embed_texts([memory.text for memory in memories])
+            async with self._changes:
+                await self.run(self._set_vectors, memories, vectors)
         await self.queue.forget(result.forgotten)
         self.queue.notify()
         ids = [memory.id for memory in result.memories]

@@ -260,6 +260,8 @@ def test_delete_all_cleans_history_and_entities(memory: Memory, alice: str, bob:
     for name, payload in entities.items():
         memory.entity_store.insert([[0.0]], [{"data": name, **payload}], [ids[name]])
 
+    with pytest.raises(ScopeError, match="no '\\*'"):
+        memory.delete_all(user_id=alice, agent_id="*")
     memory.delete_all(user_id=alice, agent_id="bot")
     assert texts(memory.get_all(filters={"user_id": alice})) == ["B"]
     assert [entry["event"] for entry in memory.history(with_bot)] == ["ADD", "DELETE"]

@@ -325,8 +325,14 @@ def test_scopes_and_values_are_checked_before_anything_is_sent(
         client.add([], user="alice")
     with pytest.raises(BadRequest):
         client.add("bad \ud800 text", user="alice")
-    with pytest.raises(BadRequest, match="id of a fact is empty"):
-        client.get("")
+    for no_id in ("", ".", ".."):  # the path of "." would be that of all facts
+        with pytest.raises(BadRequest, match="id of a fact is empty"):
+            client.delete(no_id, user="alice")
+        with pytest.raises(BadRequest, match="name of the collection"):
+            client.delete_collection(no_id)
+    for unusable in (".", "status", "two\nlines", "nul\0"):
+        with pytest.raises(BadRequest, match="cannot be the id"):
+            client.add({"text": "x", "id": unusable}, user="alice")
     with pytest.raises(BadRequest, match="written as JSON"):
         client.chat([{"role": "user", "content": object()}], model="m")
     assert server.requests == []

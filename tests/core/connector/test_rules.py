@@ -100,6 +100,30 @@ def test_dropped_fact_and_those_behind_it_are_gone(e: Engine) -> None:
     assert set(late["failed"].values()) == {"stale_epoch"}
 
 
+def test_a_newer_epoch_waits_for_its_drop(e: Engine) -> None:
+    """A question may overtake the drop message of the change that made its epoch."""
+    prompt = Prompt(12)
+    _fill(e, prompt, "ahead")
+    text = e.ask(prompt.ids())
+    early = e.ask(prompt.ids(), inject_params("ahead", [("ahead", 1)]))
+    assert early.report["injected_tokens"] == 0
+    assert early.report["reason"] == "drop_pending"
+    assert _same(early, text)
+    e.ask([5], drop_params([("ahead", "line11")], epochs=[("ahead", 1)]), max_tokens=1)
+    late = e.ask(prompt.ids([0, 1, 2]), inject_params("ahead", [("ahead", 1)]))
+    assert late.report["matched_tokens"] > 0
+
+
+def test_a_report_names_others_segments_to_the_core_alone(e: Engine) -> None:
+    prompt = Prompt(13)
+    _fill(e, prompt, "named")
+    params, right = stats_params()
+    assert "evicted" in e.ask([5], (params, right), max_tokens=1).report
+    for made_up in (params, drop_params()[0], inject_params("named", [("named", 0)])[0]):
+        assert "evicted" not in e.ask([5], (made_up, "guess"), max_tokens=1).report
+    assert "segments" not in e.ask([5], (params, "guess"), max_tokens=1).report
+
+
 def test_drop_needs_the_cores_secret(e: Engine) -> None:
     prompt = Prompt(5)
     _fill(e, prompt, "kept")

@@ -95,6 +95,31 @@ def test_dropping_takes_what_was_encoded_behind_it() -> None:
     assert table.num_slots_used == 0
 
 
+def test_a_stale_line_takes_nothing_but_what_was_computed_from_its_kv() -> None:
+    table = _table()
+    _put(table, "n", "h", "header", HEADER)
+    _put(table, "n", "a", "line", A, behind=("b",))
+    _put(table, "n", "b", "line", B, behind=("a",))
+    _put(table, "n", "lit", "literal", [60, 61], behind=("a",))
+    assert table.drop([], stale=[("n", "a")], touched=["n"]) == 2
+    assert {s for s in ("h", "a", "b", "lit") if table.get("n", s)} == {"h", "b"}
+
+
+def test_no_literal_keeps_the_tokens_of_a_deleted_line() -> None:
+    table = _table()
+    _put(table, "n", "h", "header", HEADER)
+    _put(table, "n", "h2", "header", [*HEADER, *SHORT, 3])
+    _put(table, "reader", "lit", "literal", [60, *A, 61])
+    _put(table, "reader", "other", "literal", [60, *A[:-1], 61])
+    _put(table, "n", "b", "line", [*SHORT, *A])
+    texts = [token_bytes(A), token_bytes(SHORT)]
+    assert table.drop([("n", "a")], touched=["n"], texts=texts) == 2
+    left = [s.key for s in (table.get("n", "h"), table.get("n", "b")) if s]
+    assert left == ["h", "b"]
+    assert table.get("reader", "lit") is None
+    assert table.get("reader", "other") is not None
+
+
 def test_eviction_is_least_recently_used_and_spares_the_pinned() -> None:
     table = _table(20)
     a, b, c = (_put(table, "n", k, "line", [i] * 6) for i, k in enumerate("abc", 10))

@@ -187,6 +187,20 @@ def test_metadata_nested_without_end_is_refused(store: FactStore) -> None:
         store.add(ALICE, [item])
 
 
+def test_metadata_too_deep_for_an_answer_is_refused(store: FactStore) -> None:
+    """A row that no answer can hold would hide all others of its scope."""
+
+    def nested(levels: int) -> dict:
+        return {} if levels == 0 else {"d": nested(levels - 1)}
+
+    stored = store.add(ALICE, [MemoryIn(text="x", id="x", metadata=nested(50))]).memories[0]
+    stored.model_dump_json()
+    for add in (lambda m: store.add(ALICE, [MemoryIn(text="y", metadata=m)]),
+                lambda m: store.update("x", "default", metadata=m)):  # fmt: skip
+        with pytest.raises(FactError, match="nesting"):
+            add(nested(300))
+
+
 def test_vectors_are_kept_and_checked(store: FactStore) -> None:
     vectors = np.eye(3, 4, dtype=np.float32)
     store.add(ALICE, [MemoryIn(text=f"t{i}", id=str(i)) for i in range(3)], vectors)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inferscale_core.client.models import MemoryIn
-from inferscale_core.facts.errors import FilterError
+from inferscale_core.facts.errors import FactError, FilterError
 from inferscale_core.facts.scope import Scope
 from inferscale_core.facts.store import FactStore
 
@@ -139,6 +139,11 @@ def test_nesting_without_end_is_refused(rows: FactStore) -> None:
         filters = {"AND": [filters]}
     with pytest.raises(FilterError, match="deep"):
         rows.list(ALICE, filters=filters)
+
+
+def test_a_filter_too_large_for_the_database_is_the_callers_error(rows: FactStore) -> None:
+    with pytest.raises(FactError, match="too many conditions"):
+        rows.list(tenant="default", filters={"OR": [{"a": 1}] * 2000})
 
 
 def test_a_filter_never_widens_the_scope(store: FactStore) -> None:

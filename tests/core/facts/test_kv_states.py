@@ -154,8 +154,10 @@ def test_a_claim_behind_a_text_that_is_gone_is_refused(store: FactStore) -> None
     }
     store.delete(["w1"], "default")
     store.update("w2", "default", text="changed")
+    epoch = store.epochs([ALICE.key])[ALICE.key]
     refused = store.mark_ready(claims, windows)
     assert [c.id for c in refused] == ["a", "b"]
+    assert store.epochs([ALICE.key])[ALICE.key] > epoch, "a question may have used them"
     assert states(store) == {"w2": "pending", "a": "pending", "b": "pending", "c": "ready"}
     assert {c.id for c in store.claim_pending(5)} == {"w2", "a", "b"}
     assert store.mark_ready([claims[0]], {"a": [("unknown", "- x\n")]}) == [claims[0]]
