@@ -169,6 +169,7 @@ class Memory(mem0.Memory):
         Raises:
             ScopeError: no user_id, agent_id or run_id, or more than one value of one.
             TypeError: the vector store is not ``inferscale``.
+            ValueError: ``k`` is negative.
         """
         ids = {"user_id": user_id, "agent_id": agent_id, "run_id": run_id}
         given = {key: value for key, value in ids.items() if value is not None}
@@ -176,6 +177,8 @@ class Memory(mem0.Memory):
         for key, value in given.items():
             if asked.setdefault(key, value) != value:
                 raise ScopeError(f"chat() names two values for {key}: {asked[key]!r}, {value!r}")
+        if k < 0:
+            raise ValueError(f"k is {k}; expected 0 (no memories) or how many to use")
         reader = self._reader(asked, "chat()")
         conversation = _conversation(messages, query)
         options = {"scope": reader, "mode": mode, "tail": tail, **openai_params}

@@ -127,7 +127,7 @@ def _question_table(pairs: Sequence[Pair]) -> Table:
     table.add_column("mode", no_wrap=True)
     table.add_column("answer", ratio=1)
     table.add_column("TTFT, ms", justify="right")
-    table.add_column("injected tokens", justify="right")
+    table.add_column("injected, of prompt tokens", justify="right")
     for pair in pairs:
         for name, answer in (("prompt text", pair.text), ("injected KV", pair.injected)):
             report = answer.report
@@ -136,7 +136,7 @@ def _question_table(pairs: Sequence[Pair]) -> Table:
                 name,
                 Text(answer.text.replace("\n", " ")),
                 f"{answer.ttft * 1e3:.0f}",
-                f"{report.injected_tokens} of {report.memory_tokens}"
+                f"{report.injected_tokens} of {report.prompt_tokens}"
                 if name == "injected KV"
                 else "-",
                 end_section=name == "injected KV",

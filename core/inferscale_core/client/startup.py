@@ -145,6 +145,12 @@ _CAUSES = [
         "shows, or the id of a model on a hub that this machine reaches",
     ),
     _cause(
+        r"torchvision::nms|libtorchcodec|torchaudio.*(undefined symbol|cannot open)",
+        StartupError,
+        "a torchvision, torchaudio or torchcodec build does not fit the installed torch",
+        "text models need none of them: pip uninstall -y torchvision torchaudio torchcodec",
+    ),
+    _cause(
         r"StoreError: |EmbedderError: ",
         StartupError,
         "the facts cannot be served",

@@ -81,7 +81,8 @@ def report(
     elif engine is None:
         reason = "the engine gave no report"
     else:
-        reason = engine.get("reason")
+        asked_for_none = question.memory.k == 0 or question.memory.fact_ids == []
+        reason = "no facts were asked for" if asked_for_none else engine.get("reason")
         injected = int(engine.get("injected_tokens") or 0)
         cached = int(engine.get("cached_tokens") or 0)
         prompt_tokens = int(engine.get("prompt_tokens") or prompt_tokens)

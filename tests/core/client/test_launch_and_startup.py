@@ -156,6 +156,7 @@ def test_what_makes_another_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
+        ("RuntimeError: operator torchvision::nms does not exist", StartupError),
         (
             "ValueError: Available memory on node 0 (2.1/15.6 GiB) on startup is less than desired "
             "CPU memory utilization (0.92, 14.3 GiB).",
