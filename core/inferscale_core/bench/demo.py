@@ -60,10 +60,12 @@ def run_demo(model: str, out: Path, console: Console) -> Path:
             core.store(
                 dataset.facts, lambda done, total: progress("computing the facts' KV", done, total)
             )
+        console.print("Warming up, then asking each question twice for k = 5, 20 and 50.")
         _warm_up(core, dataset)
         console.print()
         pairs: list[Pair] = []
-        for question in questions:
+        for number, question in enumerate(questions, 1):
+            console.print(f"question {number} of {len(questions)}", style="dim")
             asked = [_ask_both(core, question, k) for k in DEMO_K]
             console.print(_question_table(asked))
             pairs += asked
