@@ -8,7 +8,7 @@ an engine client in between that keeps the connector's report.
 import contextlib
 import copy
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -330,7 +330,10 @@ def finish(question: Question, client: ReportingClient, service: MemoryService) 
 
 
 async def with_report(
-    chunks: AsyncIterator[str], question: Question, client: ReportingClient, service: MemoryService
+    chunks: AsyncGenerator[str, None],
+    question: Question,
+    client: ReportingClient,
+    service: MemoryService,
 ) -> AsyncIterator[str]:
     """A stream's events, with the report in the first one that carries a finish reason."""
     done = False
@@ -344,7 +347,7 @@ async def with_report(
         if not done and client.report is not None:
             finish(question, client, service)
         with contextlib.suppress(Exception):
-            await chunks.aclose()  # type: ignore[attr-defined]
+            await chunks.aclose()
 
 
 def _add_report(

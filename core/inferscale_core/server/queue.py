@@ -134,6 +134,7 @@ class EncodeQueue:
                     if not await self._run(self._waiting, tenant, ids):
                         return
                     async with self._changed:
+                        # Awaited before `seen` changes again, so the closure is safe.
                         await self._changed.wait_for(lambda: self._changes != seen)  # noqa: B023
 
     def _waiting(self, tenant: str, ids: Sequence[str]) -> bool:
