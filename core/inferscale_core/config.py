@@ -1,10 +1,11 @@
 """Settings of a core: one model, read from ``kv_connector_extra_config`` by every process."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 HOME_ENV = "INFERSCALE_HOME"
 
@@ -22,6 +23,17 @@ class WindowConfig(BaseModel):
     kind: Literal["neighbours", "preceding", "turns", "none"] = "neighbours"
     size: int = Field(default=16, ge=0, le=256)
     max_tokens: int = Field(default=1024, ge=0, description="token budget, cut at the far end")
+    growth: float = Field(
+        default=2.0,
+        description="encode a fact again once it stands among so many times more; 0: never",
+    )
+
+    @field_validator("growth")
+    @classmethod
+    def _grows(cls, growth: float) -> float:
+        if growth and not 1 < growth < math.inf:
+            raise ValueError("growth must be above 1, or 0 to encode each fact only once")
+        return growth
 
 
 class CoreConfig(BaseModel):

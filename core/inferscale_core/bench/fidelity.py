@@ -98,13 +98,15 @@ class StoredFact:
 class StoredFacts:
     """What a fact's window is taken from.
 
-    ``live``: only facts stored before it, as when each is encoded once it is told. Otherwise all
-    facts, as when many are added at once.
+    ``live``: as when facts are told one by one: a fact sees those stored before it, and when it
+    was last encoded again (``growth``), those of that time. Otherwise all facts, as when many are
+    added at once.
     """
 
-    def __init__(self, facts: Sequence[StoredFact], live: bool) -> None:
+    def __init__(self, facts: Sequence[StoredFact], live: bool, growth: float) -> None:
         self._facts = facts
         self._live = live
+        self._growth = growth
         self._embeddings = np.stack([fact.embedding for fact in facts])
         self._place = {fact.id: i for i, fact in enumerate(facts)}
 
@@ -113,9 +115,17 @@ class StoredFacts:
         scores = self._embeddings @ self._embeddings[place]
         scores[place] = -np.inf
         if self._live:
-            scores[place:] = -np.inf
+            scores[self._horizon(place) :] = -np.inf
         nearest = np.argsort(-scores, kind="stable")[:count]
         return [self._item(int(i)) for i in nearest if np.isfinite(scores[i])]
+
+    def _horizon(self, place: int) -> int:
+        """How many facts there were when the one at ``place`` was encoded the last time."""
+        then = place + 1
+        for now in range(place + 2, len(self._facts) + 1):
+            if self._growth and then <= now / self._growth:
+                then = now
+        return then
 
     def preceding(self, fact: Any, count: int) -> list[WindowItem]:
         place = self._place[fact.id]
@@ -144,7 +154,7 @@ class FidelityCheck:
         self.template = PromptTemplate(engine.tokenizer, config)
         self.embedder = Embedder(config.embedder)
         self.facts = self._store(dataset.facts)
-        self.source = StoredFacts(self.facts, live)
+        self.source = StoredFacts(self.facts, live, config.window.growth)
         self.by_id = {fact.id: fact for fact in self.facts}
         self.shuffler = random.Random(0)
 

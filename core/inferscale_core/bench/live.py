@@ -41,20 +41,20 @@ class LiveCore:
         self._base_url = base_url
 
     def store(self, facts: Sequence[Fact], progress: Progress) -> None:
-        """Store facts and wait until each has its KV.
+        """Store facts and wait until each has its KV and nothing is encoded any more.
 
         Raises BenchError when a fact failed for good, or when nothing moves any more.
         """
         self.client.add([fact.memory() for fact in facts], scope=self.scope)
-        last_ready, moved = -1, time.monotonic()
+        last, moved = (-1, 0), time.monotonic()
         while True:
             status = self.client.status(scope=self.scope)
             ready = status.facts.get("ready", 0)
             progress(ready, len(facts))
-            if ready >= len(facts):
+            if ready >= len(facts) and not status.outgrown:
                 return
-            if ready != last_ready:
-                last_ready, moved = ready, time.monotonic()
+            if (ready, status.outgrown) != last:
+                last, moved = (ready, status.outgrown), time.monotonic()
             waiting = status.facts.get("pending", 0) + status.facts.get("stale", 0)
             if status.facts.get("failed") and not waiting:
                 raise BenchError(f"facts were not encoded: {self._first_failure()}")

@@ -173,10 +173,15 @@ class MemoryReport(BaseModel):
 
 
 class StatusResponse(BaseModel):
-    """``GET /v1/memories/status``: facts by KV state, and the arena's fill."""
+    """``GET /v1/memories/status``: facts by KV state, and the arena's fill.
+
+    ``queue`` facts wait for their KV; ``outgrown`` ones have KV that will be computed again,
+    among more facts, when the engine has nothing better to do.
+    """
 
     facts: dict[str, int]
     queue: int
+    outgrown: int = 0
     arena_tokens: int | None = None
     arena_tokens_used: int | None = None
     segments: int | None = None

@@ -57,6 +57,8 @@ class WindowBuilder(ABC):
     """One kind of window. The last item stands right before the fact."""
 
     kind: ClassVar[str]
+    outgrown: ClassVar[bool] = False
+    """Whether facts that come later would make the window another."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -70,6 +72,7 @@ class NeighbourWindow(WindowBuilder):
     """The scope's most similar facts, most similar last, as they stand together in a prompt."""
 
     kind = "neighbours"
+    outgrown = True
 
     def window(self, fact: FactT, source: WindowSource[FactT]) -> list[WindowItem]:
         return list(reversed(source.neighbours(fact, self.size)))

@@ -1,7 +1,7 @@
 """KV states of facts: the durable queue of what to encode, and what a change makes stale."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -9,12 +9,11 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
-    Select,
-    Table,
     and_,
     delete,
     exists,
     func,
+    literal,
     or_,
     select,
     tuple_,
@@ -23,109 +22,16 @@ from sqlalchemy import (
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from inferscale_core.facts.database import Database
-from inferscale_core.facts.records import EVICTED, Claim, Forgotten, segment_key
+from inferscale_core.facts.forgetting import Segment, advance_epochs, segment_conditions
+from inferscale_core.facts.records import EVICTED, OUTGROWN, Claim, segment_key
 from inferscale_core.facts.rows import chunks, memory_of, owned_within, turns_of
-from inferscale_core.facts.schema import behind, doomed, facts, namespaces
+from inferscale_core.facts.schema import RESET_KV, behind, facts, namespaces
 from inferscale_core.facts.scope import Scope
 
-Segment = tuple[str, str]
-"""``(namespace, segment key)``."""
+MOST_PEERS = 4096
+"""Facts that ``peers`` counts at most: among so many, a fact has its neighbours already."""
 
-_RESET = {"kv_reason": None, "kv_attempts": 0, "kv_not_before": None}
 _SEGMENT = tuple_(facts.c.ns, facts.c.line_key)
-
-
-def forget(conn: Connection, change: Callable[[], None]) -> Forgotten:
-    """Make a change to the facts listed in ``doomed`` and work out what it takes away.
-
-    ``change`` deletes the facts or gives them other lines. Within the caller's transaction:
-    segments encoded behind one of them go stale, the epochs of all namespaces touched advance.
-    """
-    listed = select(doomed.c.seq)
-    owned = _segments(
-        conn, select(facts.c.ns, facts.c.line_key).where(facts.c.seq.in_(listed)).distinct()
-    )
-    lines = conn.scalars(select(facts.c.line).where(facts.c.seq.in_(listed)).distinct()).all()
-    dependent = _segments(
-        conn,
-        select(behind.c.ns, behind.c.line_key).where(behind.c.behind_seq.in_(listed)).distinct(),
-    )
-    change()
-    alive: set[Segment] = set()
-    for within in _conditions(owned | dependent):
-        found = select(facts.c.ns, facts.c.line_key).where(within(facts), facts.c.encode.is_(True))
-        alive |= _segments(conn, found.distinct())
-    gone = owned - alive
-    stale_ids: list[str] = []
-    for within in _conditions(dependent & alive):
-        rows = conn.execute(
-            update(facts)
-            .where(within(facts), facts.c.kv_state == "ready")
-            .values(**{**_RESET, "kv_state": "stale", "kv_reason": "a text before it is gone"})
-            .returning(facts.c.id)
-        )
-        stale_ids.extend(rows.scalars())
-    for within in _conditions(gone | dependent):
-        conn.execute(delete(behind).where(within(behind)))
-    conn.execute(delete(behind).where(behind.c.behind_seq.in_(listed)))
-    epochs = advance_epochs(conn, {ns for ns, _ in owned | dependent})
-    return Forgotten(
-        keys=sorted(gone | dependent),
-        epochs=epochs,
-        stale_ids=stale_ids,
-        stale_keys=sorted(dependent - gone),
-        lines=sorted(lines),
-    )
-
-
-def advance_epochs(conn: Connection, spaces: Iterable[str]) -> dict[str, int]:
-    """Put questions out of reach of what vLLM has cached for the namespaces; the new epochs."""
-    epochs: dict[str, int] = {}
-    for some in chunks(sorted(spaces)):
-        advanced = (
-            update(namespaces)
-            .where(namespaces.c.ns.in_(some))
-            .values(epoch=namespaces.c.epoch + 1)
-            .returning(namespaces.c.ns, namespaces.c.epoch)
-        )
-        epochs.update(dict(conn.execute(advanced).all()))
-    return epochs
-
-
-def _conditions(
-    segments: Iterable[Segment],
-) -> Iterator[Callable[[Table], ColumnElement[bool]]]:
-    """Conditions that together name the segments, in a form that SQLite answers by index."""
-    keys: dict[str, set[str]] = {}
-    for ns, key in segments:
-        keys.setdefault(ns, set()).add(key)
-    for ns, some in keys.items():
-        for chunk in chunks(sorted(some)):
-
-            def within(table: Table, ns: str = ns, of: list[str] = chunk) -> ColumnElement[bool]:
-                return and_(table.c.ns == ns, table.c.line_key.in_(of))
-
-            yield within
-
-
-def _segments(conn: Connection, query: Select[str, str]) -> set[Segment]:
-    return {(ns, key) for ns, key in conn.execute(query)}
-
-
-def ready_segments(conn: Connection, segments: Iterable[Segment]) -> set[Segment]:
-    """Those of the segments whose KV exists already."""
-    found: set[Segment] = set()
-    for within in _conditions(segments):
-        ready = select(facts.c.ns, facts.c.line_key).where(
-            within(facts), facts.c.kv_state == "ready"
-        )
-        found |= _segments(conn, ready.distinct())
-    return found
-
-
-def ensure_namespace(conn: Connection, scope: Scope) -> None:
-    row = {"ns": scope.key, **scope.model_dump(), "epoch": 0}
-    conn.execute(sqlite_insert(namespaces).values(row).on_conflict_do_nothing())
 
 
 class KVStates:
@@ -143,8 +49,9 @@ class KVStates:
         """Take facts of one namespace to encode, oldest first.
 
         They are pending or stale, or failed with a retry time that has passed; not evicted ones
-        (see ``wake_evicted``). One fact per line: its siblings share the segment. A claim lasts
-        until ``mark_ready``, ``mark_failed`` or ``release``, or until the store is closed.
+        (see ``wake_evicted``). When none waits, outgrown ones. One fact per line: its siblings
+        share the segment. A claim lasts until ``mark_ready``, ``mark_failed`` or ``release``, or
+        until the store is closed.
         """
         now = now or datetime.now(UTC)
         with self._claims_lock, self._db.read() as conn:
@@ -170,12 +77,16 @@ class KVStates:
             self._claimed.difference_update([claim.segment for claim in claims])
 
     def mark_ready(
-        self, claims: Sequence[Claim], behind_of: Mapping[str, Sequence[tuple[str, str]]]
+        self,
+        claims: Sequence[Claim],
+        behind_of: Mapping[str, Sequence[tuple[str, str]]],
+        peers_of: Mapping[str, int] | None = None,
     ) -> list[Claim]:
         """Record that the claims' segments are in the arena.
 
         ``behind_of`` maps a claim's id to ``(fact id, line)`` of the facts that stood before it
-        in the encoding request. Facts with the same line in the namespace become ready as well.
+        in the encoding request, ``peers_of`` to the ``peers`` they were chosen from. Facts
+        with the same line in the namespace become ready as well.
         Returns the claims refused because their fact, or one before it, was changed or deleted
         in the meantime: the engine must drop the segments of these, and the facts wait to be
         encoded again. The epochs of their namespaces advance, since a question may have used
@@ -193,7 +104,10 @@ class KVStates:
                 conn.execute(
                     update(facts)
                     .where(*_segment_is(claim.segment), facts.c.encode.is_(True))
-                    .values(**_RESET, kv_state="ready")
+                    .values(
+                        **RESET_KV | {"kv_peers": (peers_of or {}).get(claim.id)},
+                        kv_state="ready",
+                    )
                 )
                 edges = [
                     {"ns": claim.ns, "line_key": claim.line_key, "behind_seq": seq}
@@ -210,9 +124,12 @@ class KVStates:
     def mark_failed(self, claim: Claim, reason: str, retry_at: datetime | None) -> bool:
         """Record why a claim could not be encoded; ``retry_at`` None means never again.
 
-        False when its fact has another line by now, and so waits for its turn.
+        An outgrown fact keeps the KV it has. False when the fact has another line by now, and
+        so waits for its turn.
         """
         with self._db.write() as conn:
+            ready = facts.c.kv_state == "ready"
+            conn.execute(update(facts).where(*_segment_is(claim.segment), ready).values(**RESET_KV))
             values = {
                 "kv_state": "failed",
                 "kv_reason": reason,
@@ -220,7 +137,9 @@ class KVStates:
                 "kv_attempts": facts.c.kv_attempts + 1,
             }
             done = conn.execute(
-                update(facts).where(*_segment_is(claim.segment), _ENCODABLE).values(**values)
+                update(facts)
+                .where(*_segment_is(claim.segment), _ENCODABLE, ~ready)
+                .values(**values)
             )
         self.release([claim])
         return done.rowcount > 0
@@ -230,8 +149,8 @@ class KVStates:
         question, with any other they are encoded again. Returns the number of facts."""
         count = 0
         with self._db.write() as conn:
-            for within in _conditions(segments):
-                values = {**_RESET, "kv_state": "pending", "kv_reason": reason}
+            for within in segment_conditions(segments):
+                values = {**RESET_KV, "kv_state": "pending", "kv_reason": reason}
                 done = conn.execute(
                     update(facts).where(within(facts), facts.c.kv_state == "ready").values(**values)
                 )
@@ -257,6 +176,45 @@ class KVStates:
                 count += done.rowcount
         return count
 
+    def peers(self, scope: Scope, collection: str) -> int:
+        """How many facts to encode the reader sees in a collection, up to ``MOST_PEERS``."""
+        with self._db.read() as conn:
+            return _peers(conn, scope, collection)
+
+    def mark_outgrown(self, scope: Scope, collection: str, growth: float) -> int:
+        """Queue facts to be encoded again that stand among others now that ``scope`` has grown.
+
+        Those with KV, of any reader that sees facts of ``scope``, whose ``peers`` have become
+        ``growth`` times as many. They stay ready. Returns the number of facts.
+        """
+        with self._db.read() as conn:
+            found: list[int] = []
+            readers = {reader.key: reader for reader in scope.readers()}
+            known = select(namespaces.c.ns).where(namespaces.c.ns.in_(readers))
+            for reader in [readers[ns] for ns in conn.scalars(known)]:
+                among = _peers(conn, reader, collection)
+                due = select(facts.c.seq).where(
+                    facts.c.ns == reader.key,
+                    facts.c.collection == collection,
+                    facts.c.kv_peers <= among / growth,
+                    *_OUTGROWABLE,
+                )
+                found.extend(conn.scalars(due))
+        if not found:
+            return 0
+        count = 0
+        with self._db.write() as conn:
+            for seqs in chunks(found):
+                due_rows = update(facts).where(facts.c.seq.in_(seqs), *_OUTGROWABLE)
+                count += conn.execute(due_rows.values(kv_reason=OUTGROWN)).rowcount
+        return count
+
+    def outgrown_count(self) -> int:
+        """Facts that are encoded again when nothing else waits."""
+        query = select(func.count()).select_from(facts).where(_OUTGROWN)
+        with self._db.read() as conn:
+            return conn.scalar(query) or 0
+
     def reset_kv(self) -> int:
         """Forget all KV, as after a restart of the engine: every fact that has KV is pending.
 
@@ -272,7 +230,7 @@ class KVStates:
                         and_(facts.c.kv_state == "pending", facts.c.kv_reason.is_not(None)),
                     )
                 )
-                .values(**_RESET, kv_state="pending")
+                .values(**RESET_KV, kv_state="pending")
             )
         with self._claims_lock:
             self._claimed.clear()
@@ -330,10 +288,18 @@ class KVStates:
 
 
 _ENCODABLE = facts.c.encode.is_(True)
+_OUTGROWN = and_(facts.c.kv_state == "ready", facts.c.kv_reason == OUTGROWN)
+_OUTGROWABLE = (facts.c.kv_state == "ready", facts.c.kv_reason.is_(None))
 
 
 def _segment_is(segment: Segment) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return facts.c.ns == segment[0], facts.c.line_key == segment[1]
+
+
+def _peers(conn: Connection, scope: Scope, collection: str) -> int:
+    one = select(literal(1)).where(owned_within(scope), facts.c.collection == collection)
+    found = one.where(_ENCODABLE).limit(MOST_PEERS).subquery()
+    return conn.scalar(select(func.count()).select_from(found)) or 0
 
 
 def _waiting(now: datetime | None) -> ColumnElement[bool]:
@@ -350,10 +316,13 @@ def _waiting(now: datetime | None) -> ColumnElement[bool]:
 def _first_waiting(
     conn: Connection, now: datetime, condition: ColumnElement[bool], limit: int
 ) -> list[Row[Any]]:
-    """The oldest facts that wait: a query per state, each in the order of an index."""
+    """The oldest facts that wait, outgrown ones last: queries each in the order of an index."""
     rows: list[Row[Any]] = []
     for state in ("pending", "stale", "failed"):
         query = select(facts).where(facts.c.kv_state == state, _waiting(now), condition)
+        rows += conn.execute(query.order_by(facts.c.seq).limit(limit))
+    if not rows:
+        query = select(facts).where(_OUTGROWN, condition)
         rows += conn.execute(query.order_by(facts.c.seq).limit(limit))
     return sorted(rows, key=lambda row: row.seq)[:limit]
 

@@ -12,6 +12,11 @@ EVICTED = "evicted"
 """``kv_reason`` of a pending fact that waits for a question to retrieve it."""
 
 
+OUTGROWN = "outgrown"
+"""``kv_reason`` of a ready fact that is encoded again when nothing else waits: since its KV was
+computed, so many facts came that it would stand among others."""
+
+
 class Unset:
     """Type of ``UNSET``: the field of an update stays as it is (``None`` clears it)."""
 

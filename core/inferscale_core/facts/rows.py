@@ -14,7 +14,7 @@ from inferscale_core.client.models import Memory, MemoryIn, Turn
 from inferscale_core.facts.database import clean
 from inferscale_core.facts.errors import FactError
 from inferscale_core.facts.records import segment_key
-from inferscale_core.facts.schema import as_utc, facts
+from inferscale_core.facts.schema import RESET_KV, as_utc, facts
 from inferscale_core.facts.scope import Scope
 
 MONTHS = (
@@ -123,9 +123,7 @@ def item_values(item: MemoryIn, lines: LineFormat, now: datetime) -> dict[str, A
         "invalid_at": None if item.invalid_at is None else as_utc(item.invalid_at),
         "encode": item.encode,
         "kv_state": "pending" if item.encode else "none",
-        "kv_reason": None,
-        "kv_attempts": 0,
-        "kv_not_before": None,
+        **RESET_KV,
     }
 
 

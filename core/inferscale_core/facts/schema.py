@@ -29,12 +29,13 @@ from sqlalchemy import (
     insert,
     inspect,
     select,
+    text,
     update,
 )
 
 from inferscale_core.facts.errors import FactError, StoreError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def as_utc(moment: datetime) -> datetime:
@@ -110,12 +111,21 @@ facts = Table(
     Column("kv_reason", Text),
     Column("kv_attempts", Integer, nullable=False, default=0),
     Column("kv_not_before", UTCDateTime),
+    # Facts that its KV could be encoded behind, itself included; null without KV.
+    Column("kv_peers", Integer),
     UniqueConstraint("tenant", "id"),
     Index("facts_by_owner", "tenant", "user", "collection"),
+    Index("facts_by_agent", "tenant", "agent", "collection"),
+    Index("facts_by_run", "tenant", "run", "collection"),
     Index("facts_by_segment", "ns", "line_key"),
     Index("facts_by_kv_state", "kv_state", "seq"),
+    Index("facts_by_kv_reason", "kv_reason", "seq"),
+    Index("facts_by_kv_peers", "ns", "collection", "kv_peers"),
     sqlite_autoincrement=True,
 )
+
+RESET_KV = {"kv_reason": None, "kv_attempts": 0, "kv_not_before": None, "kv_peers": None}
+"""Columns that describe a fact's KV, or the tries to make it, when they start anew."""
 
 embeddings = Table(
     "embeddings",
@@ -140,7 +150,17 @@ doomed = Table(
 )
 
 Migration = Callable[[Connection], None]
-MIGRATIONS: Mapping[int, Migration] = {}
+
+
+def _add_peers(conn: Connection) -> None:
+    conn.execute(text("ALTER TABLE facts ADD COLUMN kv_peers INTEGER"))
+    new = ("facts_by_agent", "facts_by_run", "facts_by_kv_reason", "facts_by_kv_peers")
+    for index in facts.indexes:
+        if index.name in new:
+            index.create(conn)
+
+
+MIGRATIONS: Mapping[int, Migration] = {1: _add_peers}
 """Step from version ``n`` to ``n + 1``, for every ``n`` from 1 to ``SCHEMA_VERSION - 1``."""
 
 

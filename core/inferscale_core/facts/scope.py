@@ -1,6 +1,7 @@
 """Who may read a fact."""
 
 import json
+from itertools import combinations
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -44,6 +45,15 @@ class Scope(BaseModel):
         """The fields among user, agent and run that are set."""
         fields: dict[str, Any] = {"user": self.user, "agent": self.agent, "run": self.run}
         return {name: value for name, value in fields.items() if value is not None}
+
+    def readers(self) -> "list[Scope]":
+        """Every scope that sees a fact of this one: itself, and those with fewer fields."""
+        fields = list(self.owner_fields.items())
+        return [
+            Scope(tenant=self.tenant, **dict(some))
+            for count in range(1, len(fields) + 1)
+            for some in combinations(fields, count)
+        ]
 
     def sees(self, owner: "Scope") -> bool:
         """Whether a reader with this scope may read a fact that ``owner`` owns."""

@@ -26,7 +26,8 @@ from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from inferscale_core.client.models import MemoryIn
 from inferscale_core.facts.database import Database, clean
 from inferscale_core.facts.errors import FactError, FilterError, IdConflictError, StoreError
-from inferscale_core.facts.kv_states import KVStates, ensure_namespace, forget, ready_segments
+from inferscale_core.facts.forgetting import ensure_namespace, forget, ready_segments
+from inferscale_core.facts.kv_states import KVStates
 from inferscale_core.facts.reading import Reading, in_collection, named, rows_by_id, seen_by
 from inferscale_core.facts.records import (
     EVICTED,
@@ -50,7 +51,7 @@ from inferscale_core.facts.rows import (
     render_line,
     to_json,
 )
-from inferscale_core.facts.schema import as_utc, doomed, embeddings, facts, settings
+from inferscale_core.facts.schema import RESET_KV, as_utc, doomed, embeddings, facts, settings
 from inferscale_core.facts.scope import Scope
 from inferscale_core.facts.vectors import Vectors, as_rows, put_vectors
 
@@ -198,8 +199,7 @@ class FactStore(Reading, KVStates, Vectors):
             line_changed = lines["line"] != row.line
             if line_changed or new_text != row.text:
                 state = "pending" if row.encode else "none"
-                fresh = {"kv_state": state, "kv_reason": None, "kv_attempts": 0}
-                values = {**given, **lines, **fresh, "kv_not_before": None}
+                values = {**given, **lines, **RESET_KV, "kv_state": state}
                 forgotten = self._replace(
                     conn, {row.seq: values}, drop_vectors=new_text != row.text
                 )

@@ -58,11 +58,13 @@ Run = Callable[..., Awaitable[Any]]
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A request, the claims it encodes, and ``(fact id, line)`` of what stands before each."""
+    """A request, the claims it encodes, and by claim id ``(fact id, line)`` of what stands before
+    it and how many facts that was chosen from."""
 
     request: EncodingRequest
     claims: list[Claim]
     behind: dict[str, list[tuple[str, str]]]
+    peers: dict[str, int]
 
 
 class EncodeQueue:
@@ -304,6 +306,8 @@ class EncodeQueue:
     def _prepare(self, claims: list[Claim]) -> _Prepared | LineTooLongError:
         """Lay out the request of claims that share the window of the last one."""
         template, config = self._template, self._config
+        # Counted before they are looked at: who comes in between makes the window outgrown.
+        peers = {c.id: self._store.peers(c.memory.scope, c.memory.collection) for c in claims}
         source = FactWindows(self._store, self._index, claims)
         items = within_budget(
             self._windows.window(claims[-1], source),
@@ -325,12 +329,13 @@ class EncodeQueue:
         known |= {claim.line_key: (claim.id, claim.memory.line) for claim in claims}
         encoded = [claim for claim in claims if claim.line_key in request.lines]
         behind = {c.id: [known[key] for key in spans[c.line_key].behind] for c in encoded}
-        return _Prepared(request, encoded, behind)
+        return _Prepared(request, encoded, behind, peers)
 
     async def _record(self, prepared: _Prepared, report: CaptureReport) -> None:
         done = [c for c in prepared.claims if c.line_key in report.captured]
         if done:
-            refused = await self._run(self._store.mark_ready, done, prepared.behind)
+            refused = await self._run(self._store.mark_ready, done, prepared.behind, prepared.peers)
+            await self._mark_outgrown(done)
             if refused:
                 epochs = await self._run(self._store.epochs, {claim.ns for claim in refused})
                 segments = [claim.segment for claim in refused]
@@ -339,6 +344,14 @@ class EncodeQueue:
             if claim.line_key not in report.captured:
                 reason = report.failed.get(claim.line_key, "the engine gave no report")
                 await self._fail(claim, reason)
+
+    async def _mark_outgrown(self, claims: Sequence[Claim]) -> None:
+        """Facts that were encoded among few stand among others, now that these have come."""
+        growth = self._config.window.growth
+        if not growth or not self._windows.outgrown:
+            return
+        for scope, collection in {(c.memory.scope, c.memory.collection) for c in claims}:
+            await self._run(self._store.mark_outgrown, scope, collection, growth)
 
     async def _fail(self, claim: Claim, reason: str) -> None:
         """Write down a failure; one that may pass is tried again, later each time."""

@@ -270,6 +270,7 @@ class MemoryService:
         """Facts by KV state (of a scope, a tenant or all), the queue, and the arena's fill."""
         facts = await self.run(self.store.counts, scope, tenant=None if scope else tenant)
         queued = await self.run(self.store.queue_depth)
+        outgrown = await self.run(self.store.outgrown_count)
         try:
             stats = await self.engine.stats(STATS_TIMEOUT)
         except UnavailableError as error:
@@ -278,6 +279,7 @@ class MemoryService:
         return StatusResponse(
             facts=facts,
             queue=queued,
+            outgrown=outgrown,
             arena_tokens=stats.get("arena_tokens"),
             arena_tokens_used=stats.get("arena_tokens_used"),
             segments=stats.get("segments"),

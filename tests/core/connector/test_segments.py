@@ -2,7 +2,7 @@
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from inferscale_core.connector.segments import Segment, SegmentTable, token_bytes
@@ -157,6 +157,7 @@ def test_cover_is_what_a_plain_search_finds(seed: int) -> None:
         if tokens not in lines.values() and tokens != header:
             lines[f"l{i}"] = tokens
             _put(table, "n", f"l{i}", "line", tokens)
+    assume(lines)
     prompt = header + [t for _ in range(6) for t in draw.choice(list(lines.values()))]
     prompt += [draw.randrange(3) for _ in range(4)]
     expected, position = ["h"], len(header)

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inferscale_core.client.models import MemoryIn
+from inferscale_core.facts.records import OUTGROWN
 from inferscale_core.facts.scope import Scope
 from inferscale_core.facts.store import EVICTED, Claim, FactStore, segment_key
 
@@ -315,3 +316,92 @@ def test_no_segment_outlives_a_text_it_saw(
         for memory in store.list(ALICE)[0]:
             if memory.kv_state == "ready":
                 assert key(memory.text) in arena
+
+
+def encode_among(store: FactStore, collection: str = "memories") -> list[Claim]:
+    """Encode what waits next, as the queue does it with a growth of 2."""
+    claims = store.claim_pending(1)
+    for claim in claims:
+        peers = store.peers(claim.memory.scope, collection)
+        assert store.mark_ready([claim], {}, {claim.id: peers}) == []
+        store.mark_outgrown(claim.memory.scope, collection, 2.0)
+    return claims
+
+
+def outgrown(store: FactStore) -> list[str]:
+    memories = store.list(tenant="default", limit=None)[0]
+    assert all(m.kv_state == "ready" for m in memories if m.kv_reason == OUTGROWN)
+    return [m.id for m in memories if m.kv_reason == OUTGROWN]
+
+
+def test_a_fact_is_encoded_again_each_time_its_peers_have_doubled(store: FactStore) -> None:
+    encoded: list[list[str]] = []
+    for text in "abcdefgh":
+        put(store, text)
+        encoded.append([])
+        while claims := encode_among(store):
+            encoded[-1] += [c.id for c in claims]
+    assert encoded == [
+        ["a"], ["b", "a"], ["c"], ["d", "a", "b"], ["e"], ["f", "c"], ["g"], ["h", "a", "b", "d"],
+    ]  # fmt: skip
+
+
+def test_facts_added_together_are_encoded_once(store: FactStore) -> None:
+    put(store, *"abcdefgh")
+    encoded = []
+    while claims := encode_among(store):
+        encoded += [c.id for c in claims]
+    assert encoded == list("abcdefgh")
+
+
+def test_an_outgrown_fact_stays_ready_and_waits_for_the_others(store: FactStore) -> None:
+    put(store, "a")
+    encode_among(store)
+    put(store, "b", "c")
+    assert encode_among(store)[0].id == "b"
+    assert outgrown(store) == ["a"]
+    assert store.queue_depth() == 1, "only c has no KV"
+    assert encode_among(store)[0].id == "c"
+    (again,) = store.claim_pending(1)
+    assert again.id == "a"
+    assert store.claim_pending(1) == []
+    assert not store.mark_failed(again, "arena full", NOW)
+    assert states(store)["a"] == "ready", "it keeps the KV that it has"
+    assert outgrown(store) == []
+    assert store.claim_pending(1, NOW + timedelta(days=1)) == []
+
+
+def test_facts_of_others_that_a_reader_sees_count(store: FactStore) -> None:
+    narrow, other = Scope(user="alice", agent="x"), Scope(user="alice", agent="y")
+    put(store, "a")
+    put(store, "n", scope=narrow)
+    put(store, "o", scope=other)
+    put(store, "b", scope=BOB)
+    while store.queue_depth():
+        encode_among(store)
+    assert outgrown(store) == [], "all were there when the first was encoded"
+    put(store, *(f"n{i}" for i in range(3)), scope=narrow)
+    while store.queue_depth():
+        encode_among(store)
+    assert outgrown(store) == ["a", "n"], "bob's and agent y's stand among as many as before"
+
+
+def test_leaving_the_arena_or_going_stale_is_not_outgrown(store: FactStore) -> None:
+    put(store, "a")
+    encode_among(store)
+    put(store, "b")
+    encode_among(store)
+    assert outgrown(store) == ["a"]
+    store.mark_pending([key("a")], EVICTED)
+    assert outgrown(store) == []
+    assert store.mark_outgrown(ALICE, "memories", 2.0) == 0
+    assert store.claim_pending(1) == []
+
+
+def test_another_collection_is_another_company(store: FactStore) -> None:
+    put(store, "a")
+    encode_among(store)
+    store.add(ALICE, [MemoryIn(text=t, id=t) for t in "xyz"], collection="other")
+    while store.queue_depth():
+        encode_among(store, "other")
+    assert outgrown(store) == []

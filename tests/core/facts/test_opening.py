@@ -36,6 +36,23 @@ def script(path: Path, sql: str) -> None:
         conn.executescript(sql)
 
 
+def columns(path: Path) -> set[tuple[str, ...]]:
+    """Table and column names with their types."""
+    with closing(sqlite3.connect(path)) as conn:
+        tables = conn.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        return {
+            (name, *row[1:3])
+            for (name,) in tables
+            for row in conn.execute(f"PRAGMA table_info({name})")
+        }
+
+
+def indexes(path: Path) -> set[str]:
+    with closing(sqlite3.connect(path)) as conn:
+        found = conn.execute("SELECT sql FROM sqlite_master WHERE type = 'index'")
+        return {sql for (sql,) in found if sql}
+
+
 def test_a_new_file_and_its_directory_are_made(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "facts?x=1 #.db"
     with FactStore(path) as store:
@@ -75,6 +92,16 @@ def test_a_file_of_version_1_opens_with_its_facts(path: Path) -> None:
         assert store.delete(["f1"], "default").forgotten.epochs == {ALICE.key: 8}
 
 
+def test_an_older_file_gets_the_tables_of_a_new_one(path: Path, tmp_path: Path) -> None:
+    script(path, V1.read_text())
+    new = tmp_path / "new.db"
+    for file in (path, new):
+        FactStore(file).close()
+    assert version_of(path) == SCHEMA_VERSION
+    assert columns(path) == columns(new)
+    assert indexes(path) == indexes(new)
+
+
 def test_steps_lead_an_older_file_to_a_newer_version(path: Path) -> None:
     def colour(conn: Connection) -> None:
         conn.execute(text("ALTER TABLE facts ADD COLUMN colour TEXT DEFAULT 'red'"))
@@ -86,17 +113,18 @@ def test_steps_lead_an_older_file_to_a_newer_version(path: Path) -> None:
         conn.execute(text("UPDATE facts SET text = 'lost'"))
         raise RuntimeError("no")
 
+    now = SCHEMA_VERSION
     script(path, V1.read_text())
     with closing(Database(path)) as database:
         with pytest.raises(RuntimeError), database.write() as conn:
-            migrate(conn, "s", {1: colour, 2: broken}, 3)
+            migrate(conn, "s", {now: colour, now + 1: broken}, now + 2)
         with database.write() as conn:
-            migrate(conn, "s", {1: colour, 2: size}, 3)
+            migrate(conn, "s", {now: colour, now + 1: size}, now + 2)
         with database.read() as conn:
             row = conn.execute(text("SELECT text, colour, size FROM facts")).one()
             assert tuple(row) == ("Likes tea", "red", 3)
             assert conn.scalars(select(facts.c.id)).all() == ["f1"]
-    assert version_of(path) == 3
+    assert version_of(path) == now + 2
 
 
 def test_a_newer_file_is_refused_and_left_as_it_is(path: Path) -> None:

@@ -32,3 +32,8 @@ CREATE TABLE behind (
   ns TEXT NOT NULL, line_key TEXT NOT NULL, behind_seq INTEGER NOT NULL,
   PRIMARY KEY (ns, line_key, behind_seq)
 );
+CREATE INDEX facts_by_segment ON facts (ns, line_key);
+CREATE INDEX facts_by_owner ON facts (tenant, user, collection);
+CREATE INDEX facts_by_kv_state ON facts (kv_state, seq);
+CREATE INDEX namespaces_by_owner ON namespaces (tenant, user);
+CREATE INDEX behind_by_fact ON behind (behind_seq);

@@ -1,6 +1,8 @@
 """The memory routes, on a real server."""
 
+import contextlib
 import datetime as dt
+import sqlite3
 from typing import Any
 
 import pytest
@@ -126,6 +128,23 @@ def test_delete(core: Core, scope: dict[str, str]) -> None:
     core.call("DELETE", "/v1/memories", 400, params=everything)
     assert core.call("DELETE", "/v1/memories", 200, params=scope) == {"deleted": 3}
     assert core.get("/v1/memories", **scope)["total"] == 0
+
+
+def test_the_first_fact_is_encoded_again_among_later_ones(
+    core: Core, scope: dict[str, str]
+) -> None:
+    first = core.add(scope, FACTS[:1])[0]
+    second = core.add(scope, FACTS[1:2])[0]
+    keys = (first["id"], second["id"])
+    query = """SELECT count(*) FROM behind JOIN facts AS fact USING (ns, line_key)
+        JOIN facts AS before ON before.seq = behind_seq WHERE (fact.id, before.id) = (?, ?)"""
+    with contextlib.closing(sqlite3.connect(f"file:{core.home}/facts.db?mode=ro", uri=True)) as db:
+        assert db.execute(query, keys[::-1]).fetchone() == (1,)
+        core.until(lambda: db.execute(query, keys).fetchone() == (1,))
+    core.until(lambda: core.get("/v1/memories/status", **scope)["outgrown"] == 0)
+    answer = core.chat("Hi?", {"scope": scope, "fact_ids": list(keys)})
+    assert all(fact["injected"] for fact in answer["inferscale"]["facts"])
+    assert core.get(f"/v1/memories/{first['id']}", **scope)["kv_state"] == "ready"
 
 
 def test_delete_a_collection(core: Core, scope: dict[str, str]) -> None:
