@@ -37,7 +37,7 @@ from inferscale_core.facts.embedder import Embedder
 from inferscale_core.facts.scope import Scope
 from inferscale_core.facts.store import render_line, segment_key
 
-KL_BOUND = 0.08
+KL_BOUND = 0.06
 """Largest ``kl_default`` that ``make check-fidelity`` accepts (nats, SmolLM2-135M, k = 50, the
 built-in conversation)."""
 
