@@ -1,7 +1,6 @@
 """The ``inferscale`` command."""
 
 import ipaddress
-import json
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -89,8 +88,6 @@ def serve(
     Every other option is vLLM's and wins over InferScale's own: --port 9000, --max-model-len
     4096, --tensor-parallel-size 2 ... Listens on 127.0.0.1 unless --host is given.
     """
-    from pydantic import ValidationError
-
     from inferscale_core import models
     from inferscale_core.client.errors import InferScaleError
     from inferscale_core.client.launch import (
@@ -116,11 +113,8 @@ def serve(
             "who calls, or add --insecure"
         )
     try:
-        fields = json.loads(core_config) if core_config else {}
-        if store is not None:
-            fields["store"] = store
-        config = CoreConfig.model_validate(fields)
-    except (ValueError, TypeError, ValidationError) as error:
+        config = CoreConfig.from_json(core_config, **({} if store is None else {"store": store}))
+    except ValueError as error:
         raise _fail(f"--core-config is not valid: {error}") from error
     try:
         engine = probe(interpreter(None))

@@ -1,5 +1,6 @@
 """Settings of a core: one model, read from ``kv_connector_extra_config`` by every process."""
 
+import json
 import math
 import os
 from pathlib import Path
@@ -42,6 +43,9 @@ class CoreConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     arena_bytes: int = Field(default=1 << 30, gt=0, description="arena size per worker")
+    kv_store_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = Field(
+        default="auto", description="the arena's elements; auto: as the engine's KV cache"
+    )
     store: str | None = Field(default=None, description="fact database; default in INFERSCALE_HOME")
     embedder: str | None = Field(default=None, description="sentence-transformers name or path")
     window: WindowConfig = WindowConfig()
@@ -56,9 +60,22 @@ class CoreConfig(BaseModel):
     )
     max_queue: int = Field(default=100_000, ge=1, description="facts waiting to be encoded")
 
+    @field_validator("kv_store_dtype")
+    @classmethod
+    def _codec_name(cls, name: str) -> str:
+        return "fp8_e4m3" if name == "fp8" else name
+
     @property
     def store_path(self) -> Path:
         return Path(self.store) if self.store else home() / "facts.db"
+
+    @classmethod
+    def from_json(cls, text: str | None, **fields: Any) -> "CoreConfig":
+        """The fields of a JSON object, or none, and ``fields``; raises ValueError."""
+        given = json.loads(text) if text else {}
+        if not isinstance(given, dict):
+            raise ValueError(f"expected a JSON object of fields, got {type(given).__name__}")
+        return cls.model_validate(given | fields)
 
     @classmethod
     def from_extra(cls, extra: dict[str, Any] | None) -> "CoreConfig":

@@ -1,13 +1,16 @@
 """Rotate-and-scatter on the CPU: one fused pass from the arena into a packed paged cache.
 
 For the layout of vLLM's vector CPU attention: in the page of a block and head, keys lie
-transposed (``[head_dim, block_size]``, tokens contiguous) and values row by row. Compiled with
-Numba per head size, so that every inner loop has a constant trip count.
+transposed (``[head_dim, block_size]``, tokens contiguous) and values row by row.
 
 ```
 page of (block, head)       K: dim 0 | t0 t1 t2 ... |      V: t0 | dim 0 1 2 ... |
                                dim 1 | t0 t1 t2 ... |         t1 | dim 0 1 2 ... |
 ```
+
+Compiled with Numba per head size and codec, so that every inner loop has a constant trip count.
+32 tokens that fill a cache line of each key row are rotated into a tile, two tokens to a 32-bit
+word, then transposed in registers and stored line by line (``cpu_lines.py``).
 """
 
 import os
@@ -20,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-_MAX_TILE = 128
-"""Most tokens rotated together before their keys are stored: each key row is then written in
-contiguous runs of 256 bytes."""
+LINE_TOKENS = 32
+"""Tokens whose keys fill a cache line of 64 bytes in bfloat16."""
+
+_LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -41,107 +45,162 @@ class PackedPage:
     v_base: int
     v_token_stride: int
 
-    @property
-    def packs_four_tokens(self) -> bool:
-        """Whether four tokens' keys, or four dims of a value, are one aligned 64-bit store."""
+    def is_aligned(self, base_address: int) -> bool:
+        """Whether lines of 32 tokens' keys and values' rows start where cache lines do."""
         strides = (self.block_stride, self.head_stride, self.k_dim_stride, self.v_token_stride)
-        return all(v % 4 == 0 for v in (self.block_size, self.k_base, self.v_base, *strides))
+        offsets = (self.k_base, self.v_base, *strides)
+        return base_address % _LINE_BYTES == 0 and all(2 * v % _LINE_BYTES == 0 for v in offsets)
 
 
 Kernel = Callable[..., None]
 
+_16 = np.uint32(16)
+
+
+# Compiled by Numba: an element of the arena as float32, by its dtype. ``scale`` is float32.
+
+
+def _bfloat16(x: Any, scale: Any) -> Any:
+    return np.uint32(np.uint32(x) << _16).view(np.float32)
+
+
+def _int8(x: Any, scale: Any) -> Any:
+    return np.float32(x) * scale
+
+
+def _float8_e4m3(x: Any, scale: Any) -> Any:
+    # Sign, exponent and mantissa moved to where float32 has them; the exponents' bias differs by
+    # 120, which a multiplication makes up for, subnormals included.
+    bits = (np.uint32(x) & np.uint32(0x80)) << np.uint32(24) | (
+        np.uint32(x) & np.uint32(0x7F)
+    ) << np.uint32(20)
+    return np.uint32(bits).view(np.float32) * np.float32(2.0**120) * scale
+
+
+_WIDEN = {torch.bfloat16: _bfloat16, torch.int8: _int8, torch.float8_e4m3fn: _float8_e4m3}
+
+
+def _to_bfloat16(x: Any) -> Any:
+    """Bits of float32 ``x`` whose upper half is ``x`` in bfloat16, rounded to nearest even."""
+    bits = np.float32(x).view(np.uint32)
+    odd = np.uint32(np.uint32(bits >> _16) & np.uint32(1))
+    return np.uint32(bits + np.uint32(np.uint32(0x7FFF) + odd))
+
 
 @lru_cache(maxsize=64)
-def _kernel(head_dim: int, rotary_dim: int, is_neox: bool, tile: int) -> Kernel:
-    D, R, T = head_dim, rotary_dim, tile  # noqa: N806 - compile-time constants of the kernel
-    half, words = R // 2, D // 4
+def _kernel(
+    head_dim: int, rotary_dim: int, is_neox: bool, dtype: torch.dtype, aligned: bool
+) -> Kernel:
+    D, R = head_dim, rotary_dim  # noqa: N806 - compile-time constants of the kernel
+    half = R // 2
     # Dim i of a pair sits at first * i, its partner at first * i + second.
     first, second = (1, half) if is_neox else (2, 1)
+    plain = dtype == torch.bfloat16
+    transposed = D % 16 == 0
+    lines = 2 * D // _LINE_BYTES if 2 * D % _LINE_BYTES == 0 else 0
 
     # Imported late: when an engine starts, vLLM's Triton dispatch walks the attributes of loaded
     # modules and fails on one of Numba's.
     import numba
 
-    u16, u32 = np.uint16, np.uint32
-    one, sixteen, bias = u32(1), u32(16), u32(0x7FFF)
+    from inferscale_kernels.cpu_lines import copy_line, fence, transpose_lines
+
+    widen = numba.njit(inline="always")(_WIDEN[dtype])
+    widen_scale = numba.njit(inline="always")(_bfloat16)
+    narrow = numba.njit(inline="always")(_to_bfloat16)
+    copy = copy_line(aligned)
+    transpose = transpose_lines(aligned)
+    u16, u32, i64 = np.uint16, np.uint32, np.int64
+    sixteen, high, one = u32(16), u32(0xFFFF0000), np.float32(1)
 
     @numba.njit(nogil=True)
     def rotate_scatter(
-        arena: Any, arena64: Any, src: Any, dst: Any, pos: Any, flat: Any, flat64: Any, table: Any,
+        arena: Any, scales: Any, src: Any, dst: Any, pos: Any, flat: Any, table: Any,
         block_size: int, block_stride: int, head_stride: int, k_base: int, k_dim: int,
         v_base: int, v_token: int,
     ) -> None:  # fmt: skip
         num_tokens = src.shape[0]
-        tiles = np.empty((arena.shape[2], T, D), np.uint16)
-        packed = np.empty((T // 4, D), np.uint64)
+        num_heads = arena.shape[2]
+        tile = np.empty((LINE_TOKENS // 2, D), np.uint32)
+        row = np.empty(D, np.uint16)
+        flat_at, tile_at, row_at = flat.ctypes.data, tile.ctypes.data, row.ctypes.data
+        arena_at = arena.ctypes.data
         i = 0
         while i < num_tokens:
             block = dst[i] // block_size
             t = dst[i] - block * block_size
-            # A run of T tokens that fills an aligned T slots of the block goes as one tile.
-            run = 1
-            if t % T == 0 and i + T <= num_tokens and t + T <= block_size:
-                run = T
-                for j in range(1, T):
-                    if dst[i + j] != dst[i] + j:
-                        run = 1
-            for j in range(run):
-                s = src[i + j]
-                p = pos[i + j]
-                for h in range(arena.shape[2]):
-                    page = block * block_stride + h * head_stride
-                    for d in range(half):
-                        a = np.uint32(np.uint32(arena[s, 0, h, first * d]) << sixteen).view(
-                            np.float32
-                        )
-                        b = np.uint32(
-                            np.uint32(arena[s, 0, h, first * d + second]) << sixteen
-                        ).view(np.float32)
-                        c = table[p, d]
-                        z = table[p, half + d]
-                        u = np.float32(a * c - b * z).view(np.uint32)
-                        v = np.float32(b * c + a * z).view(np.uint32)
-                        # Round to nearest even, as torch does.
-                        u_up = u32(u + u32(bias + u32(u32(u >> sixteen) & one)))
-                        v_up = u32(v + u32(bias + u32(u32(v >> sixteen) & one)))
-                        tiles[h, j, first * d] = u16(u_up >> sixteen)
-                        tiles[h, j, first * d + second] = u16(v_up >> sixteen)
-                    for d in range(R, D):
-                        tiles[h, j, d] = arena[s, 0, h, d]
-                    o = (page + v_base + (t + j) * v_token) >> 2
-                    for d in range(words):
-                        flat64[o + d] = arena64[s, 1, h, d]
-            for h in range(arena.shape[2]):
+            # Tokens that follow each other in the block, up to the end of a line.
+            run = min(LINE_TOKENS - t % LINE_TOKENS, num_tokens - i, block_size - t)
+            for j in range(1, run):
+                if dst[i + j] != dst[i] + j:
+                    run = j
+                    break
+            for h in range(num_heads):
                 page = block * block_stride + h * head_stride
-                o = page + k_base + t
-                if run == T:
-                    for g in range(T // 4):
-                        j = 4 * g
-                        for d in range(D):
-                            packed[g, d] = (
-                                np.uint64(tiles[h, j, d])
-                                | (np.uint64(tiles[h, j + 1, d]) << np.uint64(16))
-                                | (np.uint64(tiles[h, j + 2, d]) << np.uint64(32))
-                                | (np.uint64(tiles[h, j + 3, d]) << np.uint64(48))
-                            )
-                    o = o >> 2
-                    row = k_dim >> 2
-                    for d in range(D):
-                        for g in range(T // 4):
-                            flat64[o + d * row + g] = packed[g, d]
+                for pair in range((run + 1) // 2):
+                    # The last token of an odd run is its own partner.
+                    i0 = i + 2 * pair
+                    i1 = min(i0 + 1, i + run - 1)
+                    s0, s1 = src[i0], src[i1]
+                    k0, k1 = arena[s0, 0, h], arena[s1, 0, h]
+                    scale0 = scale1 = one
+                    if not plain:
+                        scale0 = widen_scale(scales[s0, 0, h], one)
+                        scale1 = widen_scale(scales[s1, 0, h], one)
+                    cs0, cs1 = table[pos[i0]], table[pos[i1]]
+                    out = tile[pair]
+                    for d in range(half):
+                        a0, b0 = widen(k0[first * d], scale0), widen(k0[first * d + second], scale0)
+                        a1, b1 = widen(k1[first * d], scale1), widen(k1[first * d + second], scale1)
+                        u0 = narrow(a0 * cs0[d] - b0 * cs0[half + d])
+                        v0 = narrow(b0 * cs0[d] + a0 * cs0[half + d])
+                        u1 = narrow(a1 * cs1[d] - b1 * cs1[half + d])
+                        v1 = narrow(b1 * cs1[d] + a1 * cs1[half + d])
+                        out[first * d] = u32(u32(u0 >> sixteen) | u32(u1 & high))
+                        out[first * d + second] = u32(u32(v0 >> sixteen) | u32(v1 & high))
+                    for d in range(R, D):
+                        u0, u1 = narrow(widen(k0[d], scale0)), narrow(widen(k1[d], scale1))
+                        out[d] = u32(u32(u0 >> sixteen) | u32(u1 & high))
+                at = page + k_base + t
+                if transposed and run == LINE_TOKENS:
+                    for d in range(0, D, 16):
+                        transpose(tile_at + 4 * d, 4 * D, flat_at + 2 * (at + d * k_dim), 2 * k_dim)
                 else:
                     for d in range(D):
-                        flat[o + d * k_dim] = tiles[h, 0, d]
+                        for j in range(run):
+                            both = tile[j >> 1, d]
+                            flat[at + d * k_dim + j] = u16(both >> sixteen) if j & 1 else u16(both)
+                for j in range(run):
+                    s = src[i + j]
+                    o = page + v_base + (t + j) * v_token
+                    if plain:
+                        row_at = arena_at + 2 * (((i64(s) * 2 + 1) * num_heads + h) * D)
+                        if not lines:
+                            for d in range(D):
+                                flat[o + d] = arena[s, 1, h, d]
+                    else:
+                        scale = widen_scale(scales[s, 1, h], one)
+                        values = arena[s, 1, h]
+                        for d in range(D):
+                            row[d] = u16(narrow(widen(values[d], scale)) >> sixteen)
+                        if not lines:
+                            for d in range(D):
+                                flat[o + d] = row[d]
+                    for line in range(lines):
+                        copy(row_at + _LINE_BYTES * line, flat_at + 2 * o + _LINE_BYTES * line)
             i += run
+        fence()
 
     return rotate_scatter
 
 
 class PackedScatter:
-    """Writes segments of a bfloat16 arena into every layer's packed paged cache.
+    """Writes segments of an arena into every layer's packed bfloat16 paged cache.
 
     Args:
-        arena: ``[num_layers, num_slots, 2, num_kv_heads, head_dim]`` bfloat16, keys unrotated.
+        data: ``[num_layers, num_slots, 2, num_kv_heads, head_dim]``, keys unrotated: bfloat16, or
+            the elements of a codec.
+        scales: bfloat16 ``[num_layers, num_slots, 2, num_kv_heads]``; None for bfloat16 data.
         caches: per layer the flat storage of its paged cache, ``[num_elements]`` bfloat16.
         page: the layout of a page, the same in all layers.
         tables: per layer float32 ``[max_position, rotary_dim]``, or None for layers without
@@ -149,26 +208,32 @@ class PackedScatter:
         is_neox: per layer the pairing of rotary dims.
         cpus: CPUs to run on, one thread each; the threads share the layers of a call.
 
+    Raises:
+        ValueError: elements of a dtype that no kernel reads.
+
     """
 
     def __init__(
         self,
-        arena: torch.Tensor,
+        data: torch.Tensor,
+        scales: torch.Tensor | None,
         caches: list[torch.Tensor],
         page: PackedPage,
         tables: list[torch.Tensor | None],
         is_neox: list[bool],
         cpus: Iterable[int] = (0,),
     ):
-        head_dim = arena.shape[-1]
-        bits = arena.view(torch.int16).numpy().view(np.uint16)
-        self._arena, self._arena64 = bits, bits.view(np.uint64)
-        self._flat = [c.view(torch.int16).numpy().view(np.uint16) for c in caches]
-        self._flat64 = [f[: len(f) // 4 * 4].view(np.uint64) for f in self._flat]
+        if data.dtype not in _WIDEN:
+            raise ValueError(f"an arena of {data.dtype}; the CPU writer reads {list(_WIDEN)}")
+        self._data = _bits(data)
+        none = np.zeros((len(data), 1, 1, 1), np.uint16)
+        self._scales = none if scales is None else _bits(scales)
+        self._flat = [_bits(cache) for cache in caches]
         identity = np.zeros((1, 0), np.float32)
         self._tables = [identity if t is None else t.numpy() for t in tables]
+        aligned = all(page.is_aligned(cache.data_ptr()) for cache in caches)
         self._kernels = [
-            _kernel(head_dim, table.shape[1], neox, min(_MAX_TILE, page.block_size))
+            _kernel(data.shape[-1], table.shape[1], neox, data.dtype, aligned)
             for table, neox in zip(self._tables, is_neox, strict=True)
         ]
         self._page = (
@@ -215,6 +280,15 @@ class PackedScatter:
             # NoPE layers read no table row, but the kernel still indexes by position.
             where = positions if table.shape[1] else np.zeros_like(positions)
             self._kernels[layer](
-                self._arena[layer], self._arena64[layer], src, dst, where,
-                self._flat[layer], self._flat64[layer], table, *self._page,
+                self._data[layer], self._scales[layer], src, dst, where,
+                self._flat[layer], table, *self._page,
             )  # fmt: skip
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    """The elements as NumPy knows them: bfloat16 as uint16, float8 as uint8, int8 as it is."""
+    if tensor.dtype == torch.int8:
+        return tensor.numpy()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.view(torch.uint8).numpy()

@@ -98,6 +98,10 @@ def fidelity(
     check: Annotated[
         bool, typer.Option(help="Exit with 1 when the KL of the defaults is out of bounds.")
     ] = True,
+    core_config: Annotated[
+        str | None,
+        typer.Option(help="What 'default' stands for: fields of the core's configuration, JSON."),
+    ] = None,
 ) -> None:
     """KL of injected answers to prompt-text answers, for several ways of encoding facts."""
     from inferscale_core.bench import fidelity as bench
@@ -109,7 +113,10 @@ def fidelity(
     with reported():
         data = load(dataset, questions, conv)
         data = Dataset(data.name, data.facts, data.questions[:repeats], data.source)
-        config = CoreConfig()
+        try:
+            config = CoreConfig.from_json(core_config)
+        except ValueError as error:
+            raise BenchError(f"--core-config is not valid: {error}") from error
         arguments = _arguments(model, data, k=k, live=live, questions=len(data.questions))
         result = record("bench fidelity", arguments | {"config": config.model_dump(mode="json")})
         console.print("Starting vLLM in this process; this takes about half a minute.")

@@ -45,7 +45,7 @@ class InferScaleConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         die_with_parent()
         config = CoreConfig.from_extra(self._kv_transfer_config.kv_connector_extra_config)
-        geometry = KVGeometry.from_cache_config(kv_cache_config)
+        geometry = KVGeometry.from_cache_config(kv_cache_config).stored_as(config.kv_store_dtype)
         num_slots = geometry.num_slots(config.arena_bytes)
         self._bytes_per_token = geometry.bytes_per_token
         self._scheduler: SchedulerSide | None = None

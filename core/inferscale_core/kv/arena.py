@@ -4,34 +4,47 @@ The scheduler side owns the slots (:class:`SlotAllocator`), the same numbering o
 each worker holds its heads' KV for them (:class:`Arena`).
 
 ```
-arena[layer, slot, 0 = key before rotation | 1 = value, kv head, dim]
+data[layer, slot, 0 = key before rotation | 1 = value, kv head, dim]
+scales[layer, slot, 0 | 1, kv head]                       with a quantising codec only
 ```
 """
 
+import math
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from inferscale_core.kv.rotary import UnsupportedModelError
+from inferscale_kernels.codecs import CODECS, Codec
 
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """Shape of one worker's KV, read from vLLM's ``KVCacheConfig``."""
+    """Shape of one worker's KV, read from vLLM's ``KVCacheConfig``, and how it is stored.
+
+    ``dtype`` is the paged cache's; ``codec`` the arena's.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    codec: Codec = CODECS["auto"]
 
     @property
     def bytes_per_token(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of a token in the arena: of all layers and heads of this worker."""
+        head = self.codec.bytes_per_head(self.head_dim, self.dtype)
+        return self.num_layers * 2 * self.num_kv_heads * head
+
+    def stored_as(self, kv_store_dtype: str) -> "KVGeometry":
+        """The same KV in an arena of another codec, by its name."""
+        return replace(self, codec=CODECS[kv_store_dtype])
 
     def num_slots(self, arena_bytes: int) -> int:
         """Tokens that an arena of ``arena_bytes`` holds.
@@ -116,32 +129,62 @@ class SlotAllocator:
 
 
 class Arena:
-    """One worker's KV of all slots."""
+    """One worker's KV of all slots.
+
+    ``data`` is ``[num_layers, num_slots, 2, num_kv_heads, head_dim]``, ``scales`` bfloat16
+    ``[num_layers, num_slots, 2, num_kv_heads]``, or None where the codec has none.
+    """
 
     def __init__(self, geometry: KVGeometry, num_slots: int, device: torch.device):
         self.geometry = geometry
-        shape = (geometry.num_layers, num_slots, 2, geometry.num_kv_heads, geometry.head_dim)
-        # Not written: memory is taken only as segments arrive.
-        if device.type == "cpu":
-            buffer = mmap.mmap(-1, num_slots * geometry.bytes_per_token)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                # A segment's tokens lie far apart from layer to layer: fewer, larger pages.
-                buffer.madvise(mmap.MADV_HUGEPAGE)
-            self.kv = torch.frombuffer(buffer, dtype=geometry.dtype).view(shape)
-        else:
-            self.kv = torch.empty(shape, dtype=geometry.dtype, device=device)
+        self._codec = geometry.codec
+        heads = (geometry.num_layers, num_slots, 2, geometry.num_kv_heads)
+        dtype = self._codec.dtype or geometry.dtype
+        self.data = _allocate((*heads, geometry.head_dim), dtype, device)
+        self.scales = None
+        if self._codec.dtype is not None:
+            self.scales = _allocate(heads, torch.bfloat16, device)
 
     def store(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Store ``[num_tokens, num_kv_heads, head_dim]`` unrotated keys and values of a layer."""
-        self.kv[layer, slots, 0] = keys.to(self.kv.dtype)
-        self.kv[layer, slots, 1] = values.to(self.kv.dtype)
+        for side, x in enumerate((keys, values)):
+            if self.scales is None:
+                self.data[layer, slots, side] = x.to(self.data.dtype)
+            else:
+                data, self.scales[layer, slots, side] = self._codec.encode(x)
+                # PyTorch does not index float8 tensors; their bytes are as good.
+                self._bytes[layer, slots, side] = data.view(torch.uint8)
 
     def load(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unrotated keys and values of a layer, each ``[num_tokens, num_kv_heads, head_dim]``."""
-        both = self.kv[layer].index_select(0, slots)
+        """Unrotated keys and values of a layer, each ``[num_tokens, num_kv_heads, head_dim]``.
+
+        In the paged cache's dtype; float32 where the codec quantises.
+        """
+        if self.scales is None:
+            both = self.data[layer].index_select(0, slots)
+        else:
+            data = self._bytes[layer].index_select(0, slots).view(self.data.dtype)
+            both = self._codec.decode(data, self.scales[layer].index_select(0, slots))
         return both[:, 0], both[:, 1].contiguous()
+
+    @property
+    def _bytes(self) -> torch.Tensor:
+        return self.data.view(torch.uint8)
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised memory, taken from the system only as segments arrive."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    buffer = mmap.mmap(
+        -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A segment's tokens lie far apart from layer to layer: fewer, larger pages.
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
 def as_index(values: np.ndarray | Sequence[int]) -> torch.Tensor:

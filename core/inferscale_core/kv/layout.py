@@ -61,7 +61,7 @@ class PagedLayout:
         d = torch.arange(dims)[None, None, :]
         same_k = torch.equal(k, page.k_base + h + d * page.k_dim_stride + t)
         same_v = torch.equal(v, page.v_base + h + t * page.v_token_stride + d)
-        return page if same_k and same_v and page.packs_four_tokens and dims % 4 == 0 else None
+        return page if same_k and same_v else None
 
 
 def flat_storage(cache: torch.Tensor) -> torch.Tensor:

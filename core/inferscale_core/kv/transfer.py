@@ -60,11 +60,12 @@ class PagedTransfer:
 
     def _make_packed(self) -> PackedScatter | None:
         page = self.layout.packed_page()
-        if page is None or self._arena.kv.dtype != torch.bfloat16:
+        if page is None or self._arena.geometry.dtype != torch.bfloat16:
             logger.info("writing the paged cache through the engine's own op")
             return None
         return PackedScatter(
-            self._arena.kv,
+            self._arena.data,
+            self._arena.scales,
             self._flat,
             page,
             [t.cos_sin if t else None for t in self._tables],
@@ -97,7 +98,8 @@ class PagedTransfer:
             table = self._tables[index]
             if table is not None:
                 keys = rotate(keys, table.cos_sin[where], table.is_neox)
-            engine_write(layer, cache, keys.to(cache.dtype).contiguous(), values, paged)
+            keys, values = keys.to(cache.dtype).contiguous(), values.to(cache.dtype)
+            engine_write(layer, cache, keys, values, paged)
 
     def capture(self, paged: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> None:
         """Read paged slots into arena ``slots``, keys un-rotated from ``positions``."""
