@@ -1,6 +1,7 @@
 """``inferscale bench ...``: each command runs with no arguments on the small model."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -131,6 +132,46 @@ def fidelity(
         _write(console, json_path, result | measured | {"violations": problems})
         if check and problems:
             raise BenchError("; ".join(problems))
+
+
+@bench_app.command()
+def writer(
+    json_path: JsonPath = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=5000, help="Tokens of facts in a prompt.")
+    ] = 1500,
+    repeats: Annotated[int, typer.Option(min=1, help="Writes for each row.")] = 25,
+) -> None:
+    """The CPU writer against a plain copy of the bytes that it reads and writes; no engine."""
+    from inferscale_core.bench import writer as bench
+    from inferscale_core.bench.display import progress_bars
+
+    console = Console()
+    with reported():
+        result = record("bench writer", {"tokens": tokens, "repeats": repeats})
+        with progress_bars(console) as progress:
+            rows = bench.measure(tokens, repeats, progress)
+        table = Table(title=f"Write of {tokens} tokens: median (quartiles)", title_justify="left")
+        for heading in (
+            "model",
+            "arena",
+            "MB read + written",
+            "ms",
+            "/ memcpy",
+            "/ memcpy, threads",
+        ):
+            table.add_column(heading, justify="right")
+        for row in rows:
+            spreads = (row.write_ms, row.over_memcpy, row.over_memcpy_threads)
+            table.add_row(
+                row.model, row.kv_store_dtype,
+                f"{row.arena_bytes / 1e6:.0f} + {row.page_bytes / 1e6:.0f}",
+                *(f"{s['median']:.2f} ({s['q1']:.2f}-{s['q3']:.2f})" for s in spreads),
+            )  # fmt: skip
+        console.print(table)
+        summary = bench.summarise(rows)
+        _print_summary(console, summary)
+        _write(console, json_path, result | {"summary": summary, "rows": [asdict(r) for r in rows]})
 
 
 def _numbers(text: str) -> list[int]:

@@ -22,6 +22,22 @@ class LayoutError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class StridedPage:
+    """Element offsets of a page in which head dims are contiguous, relative to its block.
+
+    K of (token t, head h, dim d) is at ``k_base + t * slot_stride + h * head_stride + d``, V at
+    the same place from ``v_base`` on.
+    """
+
+    block_size: int
+    block_stride: int
+    head_stride: int
+    slot_stride: int
+    k_base: int
+    v_base: int
+
+
+@dataclass(frozen=True)
 class PagedLayout:
     """Where the elements of a block lie in the flat storage of a layer's cache.
 
@@ -41,6 +57,23 @@ class PagedLayout:
         offset = self.k_offset if of_keys else self.v_offset
         block = torch.div(slots, self.block_size, rounding_mode="floor")
         return (block * self.block_stride)[:, None, None] + offset[slots % self.block_size]
+
+    def strided_page(self) -> StridedPage | None:
+        """The page as the GPU kernels want it, or None when elements are packed otherwise."""
+        k, v = self.k_offset, self.v_offset
+        page = StridedPage(
+            block_size=self.block_size,
+            block_stride=self.block_stride,
+            head_stride=int(k[0, -1, 0] - k[0, 0, 0]) // max(1, self.num_kv_heads - 1),
+            slot_stride=int(k[-1, 0, 0] - k[0, 0, 0]) // max(1, self.block_size - 1),
+            k_base=int(k[0, 0, 0]),
+            v_base=int(v[0, 0, 0]),
+        )
+        t = torch.arange(self.block_size)[:, None, None] * page.slot_stride
+        h = torch.arange(self.num_kv_heads)[None, :, None] * page.head_stride
+        inner = t + h + torch.arange(self.head_dim)
+        same = torch.equal(k, page.k_base + inner) and torch.equal(v, page.v_base + inner)
+        return page if same else None
 
     def packed_page(self) -> PackedPage | None:
         """The page as the fused CPU writer wants it, or None when the keys lie otherwise."""
@@ -84,7 +117,7 @@ def learn_layout(
 
     Args:
         layer: the engine's attention layer.
-        cache: its paged cache, blocks first, contiguous within a block.
+        cache: its paged cache, blocks first.
         block_size: tokens of a block.
         num_kv_heads: KV heads of this worker.
         head_dim: elements of a head.
@@ -93,29 +126,31 @@ def learn_layout(
         LayoutError: the blocks are not the first dimension, or elements are missing or shared.
 
     """
-    inner = cache.shape[1:]
-    scratch = torch.full((2, *inner), -1.0, dtype=cache.dtype)
-    if tuple(scratch.stride()[1:]) != tuple(cache.stride()[1:]):
+    if cache.stride(0) < max(cache.stride()):
         raise LayoutError(
             f"paged cache of shape {tuple(cache.shape)} and strides {cache.stride()}: expected "
-            "blocks first and contiguous; this attention backend is not supported yet"
+            "blocks that follow each other; this attention backend is not supported yet"
         )
+    scratch = torch.empty_strided(
+        (2, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device
+    )
+    flat = flat_storage(scratch)
+    page_elements = len(flat) - scratch.stride(0)
     shape = (block_size, num_kv_heads, head_dim)
     count = block_size * num_kv_heads * head_dim
     index = torch.arange(count).view(shape)
-    slots = torch.arange(block_size)
-    page_elements = scratch[0].numel()
+    slots = torch.arange(block_size, device=cache.device)
     found = torch.zeros(page_elements, dtype=torch.int64)
     is_value = torch.zeros(page_elements, dtype=torch.bool)
     written = torch.zeros(page_elements, dtype=torch.bool)
     weight = 1
     while weight == 1 or weight < count:
         digit = (index // weight) % _DIGIT
-        scratch.fill_(-1.0)
-        keys = digit.to(cache.dtype).contiguous()
-        values = (digit + _DIGIT).to(cache.dtype).contiguous()
+        flat.fill_(-1.0)
+        keys = digit.to(cache.device, cache.dtype).contiguous()
+        values = (digit + _DIGIT).to(cache.device, cache.dtype).contiguous()
         engine_write(layer, scratch, keys, values, slots)
-        seen = scratch[0].flatten().float()
+        seen = flat[:page_elements].float().cpu()
         written = seen >= 0
         is_value = seen >= _DIGIT
         found += torch.where(written, (seen.long() % _DIGIT) * weight, 0)
@@ -143,13 +178,12 @@ def learn_layout(
 def _verify(layer: Any, scratch: torch.Tensor, layout: PagedLayout) -> None:
     """Write random values into the second block and read them back through the layout."""
     shape = (layout.block_size, layout.num_kv_heads, layout.head_dim)
-    keys, values = (torch.randn(shape).to(scratch.dtype) for _ in range(2))
-    slots = torch.arange(layout.block_size) + layout.block_size
+    keys, values = (torch.randn(shape).to(scratch) for _ in range(2))
+    slots = torch.arange(layout.block_size, device=scratch.device) + layout.block_size
     engine_write(layer, scratch, keys, values, slots)
-    second_block = scratch[0].numel()
-    flat = scratch.flatten()
-    k_seen = flat[second_block + layout.k_offset]
-    v_seen = flat[second_block + layout.v_offset]
+    second_block = flat_storage(scratch)[scratch.stride(0) :]
+    k_seen = second_block[layout.k_offset.to(scratch.device)]
+    v_seen = second_block[layout.v_offset.to(scratch.device)]
     if not (torch.equal(k_seen, keys) and torch.equal(v_seen, values)):
         raise LayoutError(
             "the learned layout of the paged cache does not read back what was written"

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,22 @@ def test_commands_take_what_the_readme_says() -> None:
         assert result.exit_code == 0
         for option in ("--model", "--dataset", "--questions", "--json", "--repeats", "--k"):
             assert option in result.output
+
+
+def test_writer_is_measured_without_an_engine(tmp_path: Path) -> None:
+    path = tmp_path / "writer.json"
+    arguments = ["writer", "--tokens", "100", "--repeats", "2", "--json", str(path)]
+    result = CliRunner().invoke(bench_app, arguments)
+    assert result.exit_code == 0, result.output
+    written = json.loads(path.read_text())
+    assert set(written["summary"]) == {
+        f"writer_over_memcpy_{codec}" for codec in ("auto", "fp8_e4m3", "int8")
+    }
+    by_codec = {
+        (row["model"], row["kv_store_dtype"]): row["arena_bytes"] for row in written["rows"]
+    }
+    assert by_codec["SmolLM2-135M", "auto"] == 100 * 23_040
+    assert by_codec["SmolLM2-135M", "int8"] == 100 * (23_040 // 2 + 30 * 2 * 3 * 2)
 
 
 def test_demo_names_a_model_that_is_not_there(tmp_path: Path) -> None:

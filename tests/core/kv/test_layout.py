@@ -1,0 +1,84 @@
+"""Layouts of the paged cache, learned from a writer.
+
+The writers here stand for attention backends that need a GPU: they write the canonical
+``[block, head, slot, K|V]`` view of a cache whose memory lies in some order. The CPU backend's own
+packing is learned in every test that starts an engine.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inferscale_core.kv.layout import LayoutError, flat_storage, learn_layout
+
+BLOCKS, HEADS, SLOTS, DIM = 5, 3, 16, 32
+
+ORDERS = {
+    "heads first": (0, 1, 2, 3),
+    "slots first": (0, 2, 1, 3),
+}
+
+
+def _cache(order: tuple[int, ...], layers: int = 1) -> torch.Tensor:
+    """``[block, head, slot, 2 * dim]``; of several layers that share every block, the second."""
+    sizes = (BLOCKS, HEADS, SLOTS, 2 * DIM)
+    memory = torch.zeros([BLOCKS, layers, *(sizes[i] for i in order[1:])])
+    view = memory[:, layers // 2]
+    return view.permute([order.index(i) for i in range(4)])
+
+
+def _layer(write: object) -> SimpleNamespace:
+    return SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=write))
+
+
+def _write(
+    layer: object, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, at: torch.Tensor
+) -> None:
+    cache[at // SLOTS, :, at % SLOTS] = torch.cat((keys, values), dim=-1)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("layers", [1, 4])
+def test_every_order_of_memory_is_learned(order: str, layers: int) -> None:
+    cache = _cache(ORDERS[order], layers)
+    layout = learn_layout(_layer(_write), cache, SLOTS, HEADS, DIM)
+    page = layout.strided_page()
+    assert page is not None
+    assert (page.head_stride, page.slot_stride) == (cache.stride(1), cache.stride(2))
+    assert page.block_stride == cache.stride(0)
+    assert page.v_base - page.k_base == DIM
+    assert layout.packed_page() is None
+    keys, values = torch.randn(7, HEADS, DIM), torch.randn(7, HEADS, DIM)
+    slots = torch.tensor([3, 79, 16, 15, 64, 0, 31])
+    _write(None, keys, values, cache, slots)
+    flat = flat_storage(cache)
+    assert torch.equal(flat[layout.element_index(slots, of_keys=True)], keys)
+    assert torch.equal(flat[layout.element_index(slots, of_keys=False)], values)
+
+
+def test_planes_of_keys_and_values_that_hold_all_blocks_are_refused() -> None:
+    cache = torch.zeros(2 * HEADS * SLOTS * DIM, BLOCKS).t()
+    with pytest.raises(LayoutError, match="blocks that follow each other"):
+        learn_layout(_layer(_write), cache, SLOTS, HEADS, DIM)
+
+
+def test_a_writer_that_loses_elements_is_refused() -> None:
+    def lossy(
+        layer: object, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, at: object
+    ) -> None:
+        _write(layer, keys[:-1], values[:-1], cache, at[:-1])  # type: ignore[index]
+
+    with pytest.raises(LayoutError, match="of 1536 elements"):
+        learn_layout(_layer(lossy), _cache((0, 1, 2, 3)), SLOTS, HEADS, DIM)
+
+
+def test_rounding_on_the_way_in_is_noticed() -> None:
+    def rounding(
+        layer: object, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor,
+        at: torch.Tensor,
+    ) -> None:  # fmt: skip
+        _write(layer, keys.round(), values.round(), cache, at)
+
+    with pytest.raises(LayoutError, match="does not read back"):
+        learn_layout(_layer(rounding), _cache((0, 1, 2, 3)), SLOTS, HEADS, DIM)
