@@ -28,6 +28,10 @@ LINE_TOKENS = 32
 
 _LINE_BYTES = 64
 
+PREFETCH = 8
+"""Tokens ahead whose keys and values are asked for: segments lie anywhere in the arena, which no
+hardware foresees."""
+
 
 @dataclass(frozen=True)
 class PackedPage:
@@ -98,12 +102,14 @@ def _kernel(
     plain = dtype == torch.bfloat16
     transposed = D % 16 == 0
     lines = 2 * D // _LINE_BYTES if 2 * D % _LINE_BYTES == 0 else 0
+    size = dtype.itemsize
+    row_lines = -(-size * D // _LINE_BYTES)
 
     # Imported late: when an engine starts, vLLM's Triton dispatch walks the attributes of loaded
     # modules and fails on one of Numba's.
     import numba
 
-    from inferscale_kernels.cpu_lines import copy_line, fence, transpose_lines
+    from inferscale_kernels.cpu_lines import copy_line, fence, prefetch, transpose_lines
 
     widen = numba.njit(inline="always")(_WIDEN[dtype])
     widen_scale = numba.njit(inline="always")(_bfloat16)
@@ -149,6 +155,11 @@ def _kernel(
                         scale1 = widen_scale(scales[s1, 0, h], one)
                     cs0, cs1 = table[pos[i0]], table[pos[i1]]
                     out = tile[pair]
+                    for ahead in range(i0 + PREFETCH, min(i0 + PREFETCH + 2, num_tokens)):
+                        next_at = arena_at + size * (i64(src[ahead]) * 2 * num_heads + h) * D
+                        for line in range(row_lines):
+                            prefetch(next_at + _LINE_BYTES * line)
+                            prefetch(next_at + size * num_heads * D + _LINE_BYTES * line)
                     for d in range(half):
                         a0, b0 = widen(k0[first * d], scale0), widen(k0[first * d + second], scale0)
                         a1, b1 = widen(k1[first * d], scale1), widen(k1[first * d + second], scale1)

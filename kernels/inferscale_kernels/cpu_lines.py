@@ -87,6 +87,21 @@ def transpose_lines(aligned: bool) -> Callable[[int, int, int, int], None]:
 
 
 @intrinsic
+def prefetch(context: Any, address: Any) -> Any:
+    """Ask for the line at an address; any address will do."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        of = ir.FunctionType(ir.VoidType(), [pointer.type, _WORD, _WORD, _WORD])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], of)
+        to_read, keep, data = (ir.Constant(_WORD, value) for value in (0, 3, 1))
+        builder.call(function, [pointer, to_read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+@intrinsic
 def fence(context: Any) -> Any:
     """Make stores past the caches visible before anything that follows."""
 
