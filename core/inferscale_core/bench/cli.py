@@ -14,6 +14,8 @@ from inferscale_core.bench import DEFAULT_MODEL
 from inferscale_core.bench.dataset import Dataset, load
 from inferscale_core.bench.errors import BenchError, reported
 from inferscale_core.bench.record import record, write_json
+from inferscale_core.bench.statistics import Spread
+from inferscale_core.config import CoreConfig
 
 DEFAULT_K = 50
 
@@ -33,6 +35,10 @@ Conv = Annotated[
 ]
 JsonPath = Annotated[
     Path | None, typer.Option("--json", help="Write the result with all raw samples here.")
+]
+
+CoreConfigJson = Annotated[
+    str | None, typer.Option(help="Fields of the core's configuration, JSON.")
 ]
 
 
@@ -99,25 +105,18 @@ def fidelity(
     check: Annotated[
         bool, typer.Option(help="Exit with 1 when the KL of the defaults is out of bounds.")
     ] = True,
-    core_config: Annotated[
-        str | None,
-        typer.Option(help="What 'default' stands for: fields of the core's configuration, JSON."),
-    ] = None,
+    core_config: CoreConfigJson = None,
 ) -> None:
     """KL of injected answers to prompt-text answers, for several ways of encoding facts."""
     from inferscale_core.bench import fidelity as bench
     from inferscale_core.bench.display import progress_bars
     from inferscale_core.bench.inprocess import InProcessEngine
-    from inferscale_core.config import CoreConfig
 
     console = Console()
     with reported():
         data = load(dataset, questions, conv)
         data = Dataset(data.name, data.facts, data.questions[:repeats], data.source)
-        try:
-            config = CoreConfig.from_json(core_config)
-        except ValueError as error:
-            raise BenchError(f"--core-config is not valid: {error}") from error
+        config = _core_config(core_config)
         arguments = _arguments(model, data, k=k, live=live, questions=len(data.questions))
         result = record("bench fidelity", arguments | {"config": config.model_dump(mode="json")})
         console.print("Starting vLLM in this process; this takes about half a minute.")
@@ -166,12 +165,67 @@ def writer(
             table.add_row(
                 row.model, row.kv_store_dtype,
                 f"{row.arena_bytes / 1e6:.0f} + {row.page_bytes / 1e6:.0f}",
-                *(f"{s['median']:.2f} ({s['q1']:.2f}-{s['q3']:.2f})" for s in spreads),
+                *(_spread(s) for s in spreads),
             )  # fmt: skip
         console.print(table)
         summary = bench.summarise(rows)
         _print_summary(console, summary)
         _write(console, json_path, result | {"summary": summary, "rows": [asdict(r) for r in rows]})
+
+
+@bench_app.command()
+def geometry(
+    json_path: JsonPath = None,
+    shape: Annotated[str, typer.Option(help="Shape of the model: 8b, 1b or tiny.")] = "tiny",
+    k: Annotated[str, typer.Option(help="Numbers of facts.")] = "5,10,20,50,100,200",
+    repeats: Annotated[int, typer.Option(min=1, help="Turns for each k.")] = 9,
+    eager: Annotated[
+        bool, typer.Option("--eager/--graphs", help="Eager, or compiled with CUDA graphs.")
+    ] = True,
+    core_config: CoreConfigJson = None,
+) -> None:
+    """Time to first token of a model's shape with random weights; needs no checkpoint."""
+    from inferscale_core.bench import geometry as bench
+    from inferscale_core.bench.display import progress_bars
+
+    console = Console()
+    with reported():
+        if shape not in bench.LLAMA:
+            raise BenchError(f"no shape {shape!r}; known: {', '.join(bench.LLAMA)}")
+        ks = [number for number in _numbers(k) if number > 0]
+        if not ks or max(ks) * bench.FACT_TOKENS > bench.MOST_MEMORY_TOKENS:
+            raise BenchError(
+                f"--k takes numbers from 1 to {bench.MOST_MEMORY_TOKENS // bench.FACT_TOKENS}"
+            )
+        config = _core_config(core_config)
+        arguments = {"shape": shape, "k": ks, "repeats": repeats, "eager": eager}
+        result = record("bench geometry", arguments | {"config": config.model_dump(mode="json")})
+        console.print("Starting vLLM in this process; this takes about half a minute.")
+        with progress_bars(console) as progress:
+            measured = bench.run(shape, ks, repeats, eager, config, progress)
+        table = Table(title=f"Time to first token, {shape}", title_justify="left")
+        columns = {
+            "text, ms": "text_ms", "injected, ms": "injected_ms", "no memory, ms": "floor_ms",
+            "text / injected": "ratio", "injected / no memory": "over_floor",
+        }  # fmt: skip
+        for heading in ("k", *columns):
+            table.add_column(heading, justify="right")
+        for row in measured["rows"]:
+            table.add_row(str(row["k"]), *(_spread(row[name]) for name in columns.values()))
+        console.print(table)
+        _print_summary(console, measured["summary"])
+        _write(console, json_path, result | measured)
+
+
+def _spread(values: Spread) -> str:
+    return f"{values['median']:.2f} ({values['q1']:.2f}-{values['q3']:.2f})"
+
+
+def _core_config(text: str | None) -> CoreConfig:
+    try:
+        return CoreConfig.from_json(text)
+    except ValueError as error:
+        raise BenchError(f"--core-config is not valid: {error}") from error
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,10 @@ from inferscale_core.bench.cli import bench_app
         (["ttft", "--repeats", "1000"], "1001 questions"),
         (["ttft", "--dataset", "/nowhere/facts.jsonl"], "cannot read"),
         (["ttft", "--base-url", "http://127.0.0.1:9"], "no core answers"),
+        (["geometry", "--shape", "9b"], "known: 8b, 1b, tiny"),
+        (["geometry", "--k", "5,5000"], "from 1 to 250"),
+        (["fidelity", "--core-config", "{]"], "not valid"),
+        (["fidelity", "--core-config", '{"kv_store_dtype": "int3"}'], "kv_store_dtype"),
         (["fidelity", "--conv", "nobody"], "no conversation 'nobody'"),
         (["fidelity", "--model", "/nowhere/model"], "no model"),
     ],
@@ -49,6 +55,18 @@ def test_writer_is_measured_without_an_engine(tmp_path: Path) -> None:
     }
     assert by_codec["SmolLM2-135M", "auto"] == 100 * 23_040
     assert by_codec["SmolLM2-135M", "int8"] == 100 * (23_040 // 2 + 30 * 2 * 3 * 2)
+
+
+def test_a_shape_is_measured_with_random_weights(tmp_path: Path) -> None:
+    """In a process of its own: an engine stays for the life of its process."""
+    path = tmp_path / "geometry.json"
+    command = [sys.executable, "-m", "inferscale_core.cli", "bench", "geometry"]
+    arguments = ["--shape", "tiny", "--k", "3,20", "--repeats", "1", "--json", str(path)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    written = json.loads(path.read_text())
+    assert [(row["k"], row["tokens"]) for row in written["rows"]] == [(3, 90), (20, 600)]
+    assert set(written["summary"]) == {"ttft_ratio_k20", "injected_over_floor_k20"}
 
 
 def test_demo_names_a_model_that_is_not_there(tmp_path: Path) -> None:
