@@ -291,5 +291,8 @@ def _as_indices(
 
 
 def _check_range(name: str, values: np.ndarray, end: int, lowest: int = -1) -> None:
-    if len(values) and not lowest <= (least := values.min()) <= (most := values.max()) < end:
+    if not len(values):
+        return
+    least, most = values.min(), values.max()
+    if least < lowest or most >= end:
         raise IndexError(f"{name} from {least} to {most}, expected {lowest} to {end - 1}")

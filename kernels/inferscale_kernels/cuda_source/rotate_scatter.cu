@@ -14,8 +14,9 @@
 // (Markstein, IBM J. Res. Dev. 34(1), 1990). Clamped first, or an infinity would become NaN.
 __device__ __forceinline__ float divide(float x, float scale, float reciprocal, float largest) {
   const float q = fminf(fmaxf(x * reciprocal, -largest), largest);
-  const float corrected = fmaf(fmaf(-q, scale, x), reciprocal, q);
-  return x != x ? x : corrected;
+  const float remainder = fmaf(-q, scale, x);
+  // A zero keeps its sign.
+  return remainder == 0.0f ? q : fmaf(remainder, reciprocal, q);
 }
 
 // x * factors, four factors at a time: all at once would hold VEC registers more.

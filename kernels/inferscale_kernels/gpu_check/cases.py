@@ -176,7 +176,7 @@ def make(case: Case, device: torch.device | str = "cpu") -> Problem:
     logical = np.arange(num_tokens) + min(3, case.block_size)
     dst = blocks[logical // case.block_size] * case.block_size + logical % case.block_size
     positions = np.concatenate([
-        rng.integers(0, _MAX_POSITION - n) + np.arange(n) for n in case.segments
+        (rng.integers(0, _MAX_POSITION) + np.arange(n)) % _MAX_POSITION for n in case.segments
     ])
     dst[rng.permutation(num_tokens)[: case.skipped]] = -1
     return Problem(
@@ -192,7 +192,6 @@ def _tables(case: Case, normal: Callable[..., torch.Tensor]) -> dict[str, torch.
     for rotation in dict.fromkeys(case.rotations):
         if rotation == "none":
             continue
-        # A third, as in Phi; even, and a whole number of accesses for most head sizes.
         rotary_dim = case.head_dim if "partial" not in rotation else max(4, case.head_dim // 4)
         angles = normal(_MAX_POSITION, rotary_dim // 2) * 9
         table = torch.cat((angles.cos(), angles.sin()), -1)
