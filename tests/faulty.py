@@ -51,8 +51,8 @@ class FaultyConnector(InferScaleConnector):
                 transfer = self.worker_side._transfer
                 _wrap(transfer, "inject", "inject")
                 _wrap(transfer, "capture", "capture")
-                if transfer is not None and transfer._packed is not None:
-                    _wrap(transfer._packed, "write", "packed")
+                if transfer is not None and transfer._writer is not None:
+                    _wrap(transfer._writer, "write", "packed")
                 return bound
 
             self._worker.bind_model = bind_model  # type: ignore[method-assign]

@@ -54,7 +54,7 @@ class PagedLayout:
 
     def element_index(self, slots: torch.Tensor, of_keys: bool) -> torch.Tensor:
         """Flat element indices ``[num_tokens, num_kv_heads, head_dim]`` of paged ``slots``."""
-        offset = self.k_offset if of_keys else self.v_offset
+        offset = (self.k_offset if of_keys else self.v_offset).to(slots.device)
         block = torch.div(slots, self.block_size, rounding_mode="floor")
         return (block * self.block_stride)[:, None, None] + offset[slots % self.block_size]
 

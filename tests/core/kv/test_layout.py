@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from inferscale_core.kv.layout import LayoutError, flat_storage, learn_layout
+from inferscale_core.kv.rotary import RotaryTable
+from inferscale_core.kv.transfer import paged_layers
 
 BLOCKS, HEADS, SLOTS, DIM = 5, 3, 16, 32
 
@@ -55,6 +57,22 @@ def test_every_order_of_memory_is_learned(order: str, layers: int) -> None:
     flat = flat_storage(cache)
     assert torch.equal(flat[layout.element_index(slots, of_keys=True)], keys)
     assert torch.equal(flat[layout.element_index(slots, of_keys=False)], values)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_views_for_the_kernels_are_the_engines_memory(order: str) -> None:
+    cache = _cache(ORDERS[order], layers=3)
+    layout = learn_layout(_layer(_write), cache, SLOTS, HEADS, DIM)
+    page = layout.strided_page()
+    assert page is not None
+    table = RotaryTable(torch.randn(100, DIM), is_neox=False)
+    rotated, plain = paged_layers(page, layout, [cache, cache], [table, None])
+    assert (rotated.cos_sin is table.cos_sin, rotated.is_neox) == (True, False)
+    assert plain.cos_sin is None
+    keys, values = torch.randn(2, HEADS, DIM), torch.randn(2, HEADS, DIM)
+    _write(None, keys, values, cache, torch.tensor([5, 3 * SLOTS + 7]))
+    for view, written in ((rotated.keys, keys), (rotated.values, values)):
+        assert torch.equal(torch.stack((view[0, 5], view[3, 7])), written)
 
 
 def test_planes_of_keys_and_values_that_hold_all_blocks_are_refused() -> None:
