@@ -24,6 +24,10 @@ OTHERS = {
 # Blocks of 128 threads on a multiprocessor's 65,536 registers: six at 80, five at 96, four at 128.
 SIX, FIVE, FOUR = 80, 96, 128
 
+# The source converts float8 itself below 8.9. nvcc is another front end with the same ptxas: the
+# architectures between are NVRTC's.
+BRANCHES = (80, 120)
+
 # The wheel of NVRTC, which the extra `dev` installs, is made for Linux; there it must be found.
 needs_nvrtc = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC's wheel is for Linux")
 
@@ -76,11 +80,11 @@ def test_nvrtc_reports_an_error() -> None:
 def test_nvcc_spills_nothing_and_warns_of_nothing(name: str, tmp_path) -> None:
     source = tmp_path / "program.cu"
     source.write_text(PROGRAMS[name].text())
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in BRANCHES]
     done = subprocess.run(
         ["nice", "-n", "19", "nvcc", "-fatbin", *OPTIONS, *targets, "-Xptxas", "-v", "--Werror",
          "all-warnings", source, "-o", tmp_path / "out"],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    check(nvrtc.resources(done.stderr), PROGRAMS[name], ARCHITECTURES)
+    check(nvrtc.resources(done.stderr), PROGRAMS[name], BRANCHES)
