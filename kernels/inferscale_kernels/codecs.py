@@ -42,7 +42,9 @@ class Codec:
         """
         assert self.dtype is not None
         x = x.float() if channels is None else x.float() / channels
-        scales = (x.abs().amax(-1) / self.largest).to(torch.bfloat16)
+        largest = x.abs().amax(-1)
+        # Divided by a tensor: by a number, CUDA multiplies with its reciprocal.
+        scales = (largest / torch.full_like(largest, self.largest)).to(torch.bfloat16)
         scales = torch.where(scales == 0, torch.ones_like(scales), scales)
         # The scale was rounded: the largest element may come out just above the range.
         y = (x / scales.float()[..., None]).clamp(-self.largest, self.largest)

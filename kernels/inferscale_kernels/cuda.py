@@ -52,7 +52,6 @@ class CudaTransfer(PagedTransfer):
                 f"{properties.minor}; the kernels need 8.0 (Ampere) or newer"
             )
         self._multiprocessors = properties.multi_processor_count
-        self.num_launches = 0
         super().__init__(arena, layers, codec, scales, key_channels)
         index = arena.device.index
         self._index = torch.cuda.current_device() if index is None else index
@@ -74,7 +73,6 @@ class CudaTransfer(PagedTransfer):
             cupy.cuda.ExternalStream(stream.cuda_stream, self._index),
         ):
             self._kernels[launch.kernel](launch.grid, launch.block, launch.args)
-        self.num_launches += 1
 
     def _num_multiprocessors(self) -> int:
         return self._multiprocessors

@@ -51,6 +51,9 @@ class PagedTransfer(ABC):
         key_channels: float32 ``[num_layers, num_kv_heads, head_dim]`` or None; keys are divided by
             them before encoding and multiplied after decoding.
 
+    Attributes:
+        num_launches: launches so far.
+
     Raises:
         UnsupportedKernelError: a dtype, shape, codec or head size that the kernels do not serve.
 
@@ -64,6 +67,7 @@ class PagedTransfer(ABC):
         scales: torch.Tensor | None = None,
         key_channels: torch.Tensor | None = None,
     ):
+        self.num_launches = 0
         check_layers(layers)
         _check_arena(arena, layers, codec, scales, key_channels)
         self.device = arena.device
@@ -158,13 +162,13 @@ class PagedTransfer(ABC):
         Only a launch: it can be captured in a CUDA graph. A graph's padding tokens have ``dst``
         -1.
         """
-        self._launch(self.plan_write(src, dst, positions, key_scale))
+        self._enqueue(self.plan_write(src, dst, positions, key_scale))
 
     def read_on_device(
         self, paged: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> None:
         """As :meth:`read` with index tensors on the device, not checked for their range."""
-        self._launch(self.plan_read(paged, slots, positions))
+        self._enqueue(self.plan_read(paged, slots, positions))
 
     def plan_write(
         self, src: torch.Tensor, dst: torch.Tensor, positions: torch.Tensor, key_scale: float
@@ -178,6 +182,10 @@ class PagedTransfer(ABC):
     ) -> Launch:
         """The launch of :meth:`read_on_device`."""
         return self._plan("gather_unrotate", self.program.gather_lanes, paged, slots, positions)
+
+    def _enqueue(self, launch: Launch) -> None:
+        self._launch(launch)
+        self.num_launches += 1
 
     def _plan(
         self,
@@ -242,9 +250,7 @@ def _check_arena(
     shape = (len(layers), arena.shape[1] if arena.dim() > 1 else 0, 2, num_heads, head_dim)
     scaled = codec in CODECS and CODECS[codec].dtype is not None
     if (scales is not None) != scaled:
-        raise UnsupportedKernelError(
-            f"codec {codec!r} {'needs' if scaled else 'takes no'} scales"
-        )
+        raise UnsupportedKernelError(f"codec {codec!r} {'needs' if scaled else 'takes no'} scales")
     for name, tensor, expected, dtype in (
         ("arena", arena, shape, arena.dtype),
         ("scales", scales, shape[:4], torch.bfloat16),
@@ -263,9 +269,7 @@ def _check_arena(
             )
 
 
-def _device_tables(
-    layers: Sequence[PagedLayer], device: torch.device
-) -> list[torch.Tensor | None]:
+def _device_tables(layers: Sequence[PagedLayer], device: torch.device) -> list[torch.Tensor | None]:
     """Tables in float32 on ``device``, one copy for all layers that name the same tensor."""
     made: dict[int, torch.Tensor] = {}
     for layer in layers:

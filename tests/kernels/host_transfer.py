@@ -2,12 +2,14 @@
 
 import ctypes
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from inferscale_kernels.gpu_check.runner import Runner, Work
 from inferscale_kernels.launcher import Launch, PagedTransfer
 from inferscale_kernels.pages import PagedLayer
 from inferscale_kernels.program import Program
@@ -89,6 +91,49 @@ class HostTransfer(PagedTransfer):
 
     def _make_event(self) -> "_Passed":
         return _Passed()
+
+
+class HostRunner(Runner):
+    """The check's device on the host: its times are the host's, and mean nothing.
+
+    Args:
+        compiler: of the programs.
+        text_of: the text to compile in a program's place, to make faults.
+
+    """
+
+    def __init__(self, compiler: HostCompiler, text_of: Callable[[Program], str] = Program.text):
+        self.device = torch.device("cpu")
+        self.free = 2**30
+        self._compiler, self._text_of = compiler, text_of
+
+    def transfer(self, arena, layers, codec="auto", scales=None, key_channels=None):
+        transfer = HostTransfer(self._compiler, arena, layers, codec, scales, key_channels)
+        transfer._library = self._compiler.load(transfer.program, self._text_of(transfer.program))
+        return transfer
+
+    def capture(self, work: Work) -> Work:
+        return work
+
+    def time(self, works: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+        samples: dict[str, list[float]] = {name: [] for name in works}
+        for _ in range(rounds):
+            for name, work in works.items():
+                began = time.perf_counter()
+                work()
+                samples[name].append(1e3 * (time.perf_counter() - began))
+        return samples
+
+    def synchronize(self) -> None: ...
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def cache_bytes(self) -> int:
+        return 0
+
+    def profile(self, work: Work) -> None:
+        work()
 
 
 class _Passed:

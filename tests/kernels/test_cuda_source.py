@@ -25,9 +25,7 @@ def check(compiler: HostCompiler, case: Case, multiprocessors: int = 1) -> HostT
             problem.channels, multiprocessors,
         )  # fmt: skip
         if writes:
-            transfer.write(
-                problem.src, problem.dst, problem.positions, key_scale=problem.key_scale
-            )
+            transfer.write(problem.src, problem.dst, problem.positions, key_scale=problem.key_scale)
         else:
             transfer.read(problem.dst, problem.src, problem.positions)
         assert len(transfer.launches) == 1

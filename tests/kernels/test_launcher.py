@@ -69,7 +69,7 @@ def test_layers_are_shared_out_to_fill_the_device(
 
 
 def test_a_table_is_copied_once(host_compiler) -> None:
-    problem, transfer = _transfer(host_compiler, Case(rotations=("neox", "none", "neox")))
+    _, transfer = _transfer(host_compiler, Case(rotations=("neox", "none", "neox")))
     packed = transfer._descriptors.numpy().view(LAYER)
     assert packed["table"][0] == packed["table"][2] != 0
     assert packed["table"][1] == 0
@@ -77,7 +77,13 @@ def test_a_table_is_copied_once(host_compiler) -> None:
 
 @pytest.mark.parametrize(
     ("name", "index", "value"),
-    [("src", 0, 99), ("dst", 1, 10**6), ("dst", 1, -2), ("positions", 2, 700), ("positions", 2, -1)],
+    [
+        ("src", 0, 99),
+        ("dst", 1, 10**6),
+        ("dst", 1, -2),
+        ("positions", 2, 700),
+        ("positions", 2, -1),
+    ],
 )
 def test_indices_out_of_range(host_compiler, name: str, index: int, value: int) -> None:
     problem, transfer = _transfer(host_compiler, Case())

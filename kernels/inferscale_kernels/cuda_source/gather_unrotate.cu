@@ -87,7 +87,9 @@ __device__ __forceinline__ void encode_head(float (&a)[RUNS_PER_LANE][VEC],
 
 // Arguments as rotate_scatter's, the other way: src are paged slots, dst arena slots, positions
 // those at which the keys were computed.
-extern "C" __global__ void __launch_bounds__(128)
+//
+// Without a number of blocks ptxas aims at one of its own, and spills for it.
+extern "C" __global__ void __launch_bounds__(128, VEC > 8 ? 4 : 5)
     gather_unrotate(unsigned char* __restrict__ arena, unsigned short* __restrict__ scales,
                     const float* __restrict__ key_channels, const long long* __restrict__ src,
                     const int* __restrict__ dst, const long long* __restrict__ positions,

@@ -64,8 +64,9 @@ __device__ __forceinline__ void put_value(unsigned char* to, const Raw<VEC * Fro
 // layers        [num_layers]
 //
 // Six blocks a multiprocessor: 768 threads with 64 bytes each keep 48 KiB in flight, more than
-// twice what an H200's bandwidth needs at a latency of 1 us.
-extern "C" __global__ void __launch_bounds__(128, VEC > 8 ? 4 : 6)
+// twice what an H200's bandwidth needs at a latency of 1 us. Decoding needs more registers than six
+// blocks have, and reads half the bytes: five.
+extern "C" __global__ void __launch_bounds__(128, VEC > 8 ? 4 : SCALED ? 5 : 6)
     rotate_scatter(const unsigned char* __restrict__ arena,
                    const unsigned short* __restrict__ scales,
                    const float* __restrict__ key_channels, const int* __restrict__ src,

@@ -122,7 +122,9 @@ class Problem:
 
     def expected(self, writes: bool) -> None:
         """Let the reference do it: arena to cache (``writes``), or cache to arena."""
-        src, dst, positions = map(torch.from_numpy, (self.src, self.dst, self.positions))
+        src, dst, positions = (
+            torch.from_numpy(a).to(self.arena.device) for a in (self.src, self.dst, self.positions)
+        )
         if writes:
             reference.rotate_scatter(
                 self.arena, self.layers, src, dst, positions,
@@ -156,28 +158,27 @@ def make(case: Case, device: torch.device | str = "cpu") -> Problem:
         arena, scales = codec.encode(arena)
 
     num_blocks = -(-(num_tokens + 3) // case.block_size) + 2
-    tables = _tables(case, normal)
+    # One tensor a rotation: layers that share a table share its angles.
+    tables = {name: table.to(device) for name, table in _tables(case, normal).items()}
     layers, storages = [], []
     for rotation in case.rotations:
         storage, k, v = paged_cache(case, num_blocks, device)
         storage.copy_(normal(len(storage)).to(storage.dtype))
-        cos_sin = tables.get(rotation)
         storages.append(storage)
         layers.append(
             PagedLayer(
-                k, v, None if cos_sin is None else cos_sin.to(device),
-                "interleaved" not in rotation, *case.cache_scales,
+                k, v, tables.get(rotation), "interleaved" not in rotation, *case.cache_scales
             )
-        )  # fmt: skip
+        )
 
     src = rng.permutation(num_slots)[:num_tokens].astype(np.int32)
     # A prompt's slots: blocks in any order, tokens in order within them.
     blocks = rng.permutation(num_blocks)
     logical = np.arange(num_tokens) + min(3, case.block_size)
     dst = blocks[logical // case.block_size] * case.block_size + logical % case.block_size
-    positions = np.concatenate([
-        (rng.integers(0, _MAX_POSITION) + np.arange(n)) % _MAX_POSITION for n in case.segments
-    ])
+    positions = np.concatenate(
+        [(rng.integers(0, _MAX_POSITION) + np.arange(n)) % _MAX_POSITION for n in case.segments]
+    )
     dst[rng.permutation(num_tokens)[: case.skipped]] = -1
     return Problem(
         arena.to(device), layers, storages, src, dst.astype(np.int64), positions.astype(np.int64),
