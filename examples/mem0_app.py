@@ -4,7 +4,7 @@ Compared with an app on Mem0 alone, one import is different: ``Memory`` comes fr
 The first run starts a private core with a small model, which takes about a minute on a CPU and
 is then shared by every process that asks for the same one.
 
-    pip install 'inferscale-adapters[cpu,mem0]'
+    pip install '.[mem0,cpu]'    # from a clone; README says what else a CPU needs
     python examples/mem0_app.py
 """
 

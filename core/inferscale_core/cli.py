@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import socket
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
@@ -22,6 +23,8 @@ app = typer.Typer(
 )
 models_app = typer.Typer(no_args_is_help=True, help="Small models that come by name.")
 app.add_typer(models_app, name="models")
+
+DEFAULT_PORT = 8000
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -71,6 +74,25 @@ def _value_of(option: str, args: list[str]) -> str | None:
     return value
 
 
+def _check_port(host: str, port: str | None, uds: bool) -> None:
+    """Fail at once, not after the model is loaded; what is no number is vLLM's to refuse."""
+    if uds or (port is not None and not port.isdigit()):
+        return
+    number = int(port or DEFAULT_PORT)
+    if not 0 < number < 1 << 16:
+        raise _fail(f"--port {number} is no port; expected 1 to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), number))
+        except OSError as error:
+            raise _fail(
+                f"cannot listen on {host} port {number}: {error.strerror}; end what listens "
+                "there, or serve on another --port"
+            ) from error
+
+
 @app.command(context_settings=PASS_ON)
 def serve(
     context: typer.Context,
@@ -112,10 +134,13 @@ def serve(
             "reaches the port reads every fact. Serve on 127.0.0.1 behind a proxy that checks "
             "who calls, or add --insecure"
         )
+    _check_port(host or "127.0.0.1", _value_of("--port", args), "uds" in names)
     try:
         config = CoreConfig.from_json(core_config, **({} if store is None else {"store": store}))
     except ValueError as error:
-        raise _fail(f"--core-config is not valid: {error}") from error
+        raise _fail(
+            f"--core-config is not valid: {error}\nIts fields: {', '.join(CoreConfig.model_fields)}"
+        ) from error
     try:
         engine = probe(interpreter(None))
         path = models.resolve(model, python=engine.python)
@@ -177,8 +202,9 @@ def status(
         if report is None or is_free(core.supervisor_lock):
             continue
         shown += 1
+        users = held_leases(core.leases)
         typer.echo(
-            f"{path.name[:12]}\t{report.state}\t{held_leases(core.leases)} users\t"
+            f"{path.name[:12]}\t{report.state}\t{users} {'user' if users == 1 else 'users'}\t"
             f"pid {report.server_pid}\t{report.model}\t{report.socket}"
         )
     if not shown:

@@ -2,6 +2,7 @@
 
 import shlex
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -12,7 +13,17 @@ from inferscale_core.client import Client, ModelNotFound, connect
 DEFAULT_MODEL = "smollm2-135m"
 
 _lock = threading.Lock()
-_clients: dict[str, Client] = {}
+
+
+class _Shared:
+    """A client and the providers that use it."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+_shared: dict[str, _Shared] = {}
 
 
 class CoreOptions(BaseModel):
@@ -82,18 +93,33 @@ class CoreOptions(BaseModel):
         return "model" in given or "base_url" in given
 
 
-def client_for(options: CoreOptions) -> Client:
+def client_for(options: CoreOptions, user: object) -> Client:
     """The process's client for these options; the first call connects, and may start a core.
 
-    Raises what ``connect`` raises, and ModelNotFound when ``base_url`` serves another model than
-    ``model`` names.
+    ``user`` is the provider that asks, until `release`. Raises what ``connect`` raises, and
+    ModelNotFound when ``base_url`` serves another model than ``model`` names.
     """
     given = options.given()
     key = CoreOptions(**given).model_dump_json(exclude_none=True)
     with _lock:
-        if key not in _clients:
-            _clients[key] = _connect(given)
-        return _clients[key]
+        _close_unused(keep=key)
+        if key not in _shared:
+            _shared[key] = _Shared(_connect(given))
+        _shared[key].users.add(user)
+        return _shared[key].client
+
+
+def release(user: object) -> None:
+    """A provider needs its client no more; one that no provider needs is closed."""
+    with _lock:
+        for shared in _shared.values():
+            shared.users.discard(user)
+        _close_unused()
+
+
+def _close_unused(keep: str | None = None) -> None:
+    for key in [k for k, shared in _shared.items() if k != keep and not shared.users]:
+        _shared.pop(key).client.close()
 
 
 def _connect(given: dict[str, Any]) -> Client:

@@ -23,7 +23,7 @@ class InferScaleEmbedding(EmbeddingBase):
 
     def __init__(self, config: BaseEmbedderConfig | None = None) -> None:
         super().__init__(config)
-        self.core: Client = client_for(core_of_embedder(self.config))
+        self.core: Client = client_for(core_of_embedder(self.config), self)
         probe = self.core.embed([])
         wanted = self.config.embedding_dims
         if wanted not in (None, probe.dimension):

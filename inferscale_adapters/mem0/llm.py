@@ -36,7 +36,7 @@ class InferScaleLLM(LLMBase):
         if config is None or isinstance(config, Mapping):
             config = InferScaleLlmConfig(**(config or {}))
         super().__init__(config)
-        self.core: Client = client_for(config.core)
+        self.core: Client = client_for(config.core, self)
         self._warned = False
 
     def generate_response(

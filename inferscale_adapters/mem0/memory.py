@@ -10,6 +10,7 @@ import mem0
 from mem0.configs.base import MemoryConfig
 
 from inferscale_adapters.mem0.answers import ChatAnswer, ChatAnswerStream
+from inferscale_adapters.mem0.core import release
 from inferscale_adapters.mem0.prompting import SYSTEM_PROMPT, messages_from
 from inferscale_adapters.mem0.registry import install
 from inferscale_adapters.mem0.rows import Row
@@ -255,7 +256,8 @@ class Memory(mem0.Memory):
     ) -> StatusResponse:
         """Wait until no fact of the scope is waiting for its KV; counts by state.
 
-        Facts whose encoding failed are not waited for: they are answered from as text.
+        Not waited for, but logged: facts whose encoding failed, and those whose KV found no place
+        in the arena. They are answered from as text.
         Raises Timeout after ``timeout`` seconds, ScopeError like `chat`.
         """
         ids = {"user_id": user_id, "agent_id": agent_id, "run_id": run_id}
@@ -264,7 +266,8 @@ class Memory(mem0.Memory):
         while True:
             status = self.core.status(scope=reader)
             waiting = status.facts.get("pending", 0) + status.facts.get("stale", 0)
-            if not waiting:
+            if not waiting or not status.queue:
+                _warn_of_missing_kv(status, waiting)
                 return status
             if time.monotonic() > end:
                 raise Timeout(
@@ -272,6 +275,12 @@ class Memory(mem0.Memory):
                     "they are answered from as text until then"
                 )
             time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        """Mem0's ``close``, and the core's: one that nobody else uses ends."""
+        super().close()
+        for part in (self.vector_store, self._entity_store, self.llm, self.embedding_model):
+            release(part)
 
     @property
     def _facts(self) -> InferScaleVectorStore:
@@ -309,6 +318,23 @@ class Memory(mem0.Memory):
         if isinstance(self.vector_store, InferScaleVectorStore):
             _ = self.entity_store
         super()._remove_memory_from_entity_store(memory_id, filters)
+
+
+def _warn_of_missing_kv(status: StatusResponse, evicted: int) -> None:
+    if evicted:
+        logger.warning(
+            "%d facts have no KV, since the arena is full (%s tokens): they are answered from as "
+            "text; raise the core's arena_bytes",
+            evicted,
+            status.arena_tokens,
+        )
+    failed = status.facts.get("failed", 0)
+    if failed:
+        logger.warning(
+            "the KV of %d facts could not be computed: they are answered from as text where they "
+            "fit; get() tells the reason of each",
+            failed,
+        )
 
 
 def _deletion(row: Row) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Completes an app's config: what it leaves out runs on the core."""
 
+import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
@@ -8,6 +9,8 @@ from mem0.configs.base import MemoryConfig
 
 from inferscale_adapters.mem0.core import CoreOptions
 from inferscale_adapters.mem0.registry import PROVIDER
+
+logger = logging.getLogger(__name__)
 
 SECTIONS = ("vector_store", "llm", "embedder")
 
@@ -27,6 +30,14 @@ def complete_config(config: MemoryConfig | Mapping[str, Any] | None) -> MemoryCo
     else:
         raise TypeError(
             f"config must be a MemoryConfig, a dict or nothing, not {type(config).__name__}"
+        )
+    unknown = sorted(set(fields) - set(MemoryConfig.model_fields))
+    if unknown:
+        # Mem0 ignores them without a word; an app may keep keys of its own there.
+        logger.warning(
+            "Mem0 has no config section %s and ignores it; it has %s",
+            ", ".join(map(repr, unknown)),
+            ", ".join(MemoryConfig.model_fields),
         )
     for name in SECTIONS:
         section = fields.setdefault(name, {})

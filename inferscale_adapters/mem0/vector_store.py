@@ -69,7 +69,7 @@ class InferScaleVectorStore(VectorStoreBase):
         self.collection_name = collection_name
         self.tenant = tenant
         self.embedding_model_dims = embedding_model_dims
-        self.core: Client = client_for(CoreOptions.read(core))
+        self.core: Client = client_for(CoreOptions.read(core), self)
 
     @property
     def holds_facts(self) -> bool:

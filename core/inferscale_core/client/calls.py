@@ -15,6 +15,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from inferscale_core.client.chat_fields import check_spelling
 from inferscale_core.client.errors import (
     BadRequest,
     ConnectionFailed,
@@ -97,7 +98,7 @@ def scope_of(who: Who) -> Scope:
 
 
 def scope_or_none(who: Who) -> Scope | None:
-    """Like ``scope_of``; None when the call names neither user, agent, run nor scope."""
+    """Like ``scope_of``; None when the call names none."""
     if any(who.get(name) is not None for name in ("user", "agent", "run", "scope")):
         return scope_of(who)
     return None
@@ -242,8 +243,7 @@ def status(who: Who) -> Call[StatusResponse]:
 
 
 def embed(texts: str | Iterable[str]) -> Call[EmbedResponse]:
-    items = [texts] if isinstance(texts, str) else list(texts)
-    body = _checked(EmbedRequest, texts=items)
+    body = _checked(EmbedRequest, texts=[texts] if isinstance(texts, str) else list(texts))
     return Call("POST", "/v1/memories/embed", EmbedResponse.model_validate, body=body)
 
 
@@ -261,8 +261,10 @@ def chat(
     """A chat completion; ``memory`` are the fields of ``ChatMemory`` but the scope.
 
     Raises:
-        ScopeError: a memory field is given and no scope: whose facts?
+        ScopeError: a memory field is given and no scope.
+        TypeError: a parameter is misspelt.
     """
+    check_spelling(openai)
     turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     body: dict[str, Any] = {**openai, "model": model, "messages": [dict(turn) for turn in turns]}
     given = _given(**memory)

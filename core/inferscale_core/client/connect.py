@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from inferscale_core import models
 from inferscale_core.client.aio import AsyncClient
+from inferscale_core.client.chat_fields import CONNECT_FIELDS, check_spelling
 from inferscale_core.client.client import BASE_URL_ENV, DEFAULT_TIMEOUT, Client
 from inferscale_core.client.errors import ModelNotFound, StartupError
 from inferscale_core.client.launch import extra_options, interpreter, raw_arguments
@@ -31,6 +32,7 @@ def _spec(
     engine_options: Mapping[str, Any],
     progress: bool,
 ) -> CoreSpec:
+    check_spelling(engine_options, CONNECT_FIELDS, "connect")
     if model is None:
         raise StartupError(
             "connect() needs model= (a directory, a hub id or 'smollm2-135m') to start a private "
@@ -45,7 +47,11 @@ def _spec(
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
-        raise StartupError(f"invalid config: {where}: {problem['msg']}") from error
+        known = f"; its fields are {', '.join(CoreConfig.model_fields)}"
+        raise StartupError(
+            f"invalid config: {where}: {problem['msg']}"
+            f"{known if problem['type'] == 'extra_forbidden' else ''}"
+        ) from error
     path = str(core_config.store_path.expanduser().absolute())
     core_config = CoreConfig.model_validate({**values, "store": path})
     name = os.fspath(model)
@@ -103,6 +109,7 @@ def connect(
     Raises:
         StartupError: or its subclass for the cause: ``ModelNotFound``, ``NotEnoughMemory``,
             ``UnsupportedArchitecture``, ``AddressInUse``, ``StoreLocked``.
+        TypeError: an argument is misspelt.
     """
     address = base_url or os.environ.get(BASE_URL_ENV)
     if address:

@@ -28,7 +28,7 @@ from inferscale_core.client.launch import (
 from inferscale_core.client.locks import FileLock, Lease, is_free
 from inferscale_core.client.rundir import CoreDir, Status
 from inferscale_core.client.startup import Progress, diagnose
-from inferscale_core.client.stores import claim_store
+from inferscale_core.client.stores import check_unlocked, claim_store
 from inferscale_core.config import CoreConfig, home
 
 IDLE_GRACE_ENV = "INFERSCALE_IDLE_GRACE"
@@ -191,6 +191,7 @@ class PrivateCore:
         store = str(spec.config.store_path)
         claim_store(store, directory)
         self._end_leftovers(self.status)
+        check_unlocked(store)
         path = rundir.socket_path(self.digest)
         rundir.free_socket(path)
         argv = server_argv(

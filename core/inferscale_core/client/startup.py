@@ -145,6 +145,12 @@ _CAUSES = [
         "shows, or the id of a model on a hub that this machine reaches",
     ),
     _cause(
+        r"arena_bytes=\d+ holds no token",
+        StartupError,
+        "the arena is too small",
+        "raise the config's arena_bytes",
+    ),
+    _cause(
         r"torchvision::nms|libtorchcodec|torchaudio.*(undefined symbol|cannot open)",
         StartupError,
         "a torchvision, torchaudio or torchcodec build does not fit the installed torch",

@@ -44,12 +44,31 @@ def claim_store(store: str, claimant: CoreDir) -> None:
             if users or not status.supervisor_pid:
                 raise StoreLocked(
                     f"the fact store {store} is in use by another core, for {status.model}, "
-                    f"with {users} users: connect with the same configuration to share that "
-                    "core, close its clients, or pass another store="
+                    f"with {users} {'user' if users == 1 else 'users'}: connect with the same "
+                    "configuration to share that core, close its clients, or pass another store="
                 )
             with suppress(ProcessLookupError):
                 os.kill(status.supervisor_pid, signal.SIGTERM)
         _wait_for_end(core, Path(store))
+
+
+def check_unlocked(store: str) -> None:
+    """Raise StoreLocked when a core that was started by hand holds a fact store.
+
+    It would be told by the new core itself, but only once the model is loaded.
+    """
+    lock = Path(store + ".lock")
+    holder = ""
+    try:
+        if is_free(lock):
+            return
+        holder = lock.read_text().strip()
+    except OSError:  # another user's, which the core will say
+        return
+    raise StoreLocked(
+        f"the fact store {store} is in use by another core, process {holder or 'unknown'}: "
+        "connect to it with base_url=, end it, or pass another store="
+    )
 
 
 def _wait_for_end(core: CoreDir, store: Path) -> None:

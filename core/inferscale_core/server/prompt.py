@@ -10,6 +10,7 @@ from inferscale_core.facts.records import segment_key
 from inferscale_core.server.engine import Segment
 
 DOES_NOT_FIT = "does not fit"
+NO_FACTS = "no facts were found, or asked for"
 
 _NOT_READY = {
     "pending": "its KV is not computed yet",
@@ -32,6 +33,13 @@ class Question:
     @property
     def injects(self) -> bool:
         return self.memory.mode == "inject"
+
+    @property
+    def names_none(self) -> bool:
+        """Whether it asks for facts, or explicitly for none, and there are none."""
+        memory = self.memory
+        asks = memory.fact_ids is not None or memory.query is not None or memory.k is not None
+        return asks and not self.facts and not self.dropped
 
     @property
     def ready(self) -> int:
@@ -81,8 +89,7 @@ def report(
     elif engine is None:
         reason = "the engine gave no report"
     else:
-        asked_for_none = question.memory.k == 0 or question.memory.fact_ids == []
-        reason = "no facts were asked for" if asked_for_none else engine.get("reason")
+        reason = NO_FACTS if question.names_none else engine.get("reason")
         injected = int(engine.get("injected_tokens") or 0)
         cached = int(engine.get("cached_tokens") or 0)
         prompt_tokens = int(engine.get("prompt_tokens") or prompt_tokens)

@@ -63,6 +63,11 @@ def test_without_a_config_everything_is_ours() -> None:
         assert CoreOptions.given_in(complete.vector_store.config) == {}
 
 
+def test_a_section_that_mem0_ignores_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    complete_config({"llmm": {"provider": "inferscale"}})
+    assert "no config section 'llmm'" in caplog.text
+
+
 def test_the_core_is_named_once_for_all() -> None:
     complete = complete_config({"vector_store": {"config": {**OURS, "tenant": "t"}}})
     assert complete.llm.config == OURS

@@ -7,7 +7,7 @@ import pytest
 
 from inferscale_adapters.mem0 import Memory
 from inferscale_core.client import ScopeError
-from inferscale_core.client.models import MemoryReport
+from inferscale_core.client.models import MemoryReport, StatusResponse
 
 
 def texts(found: dict) -> list[str]:
@@ -188,10 +188,30 @@ def test_messages_and_complete_take_the_transparent_way(memory: Memory, alice: s
 def test_chat_without_memories_is_a_plain_question(memory: Memory, alice: str) -> None:
     answer = memory.chat("Say hello", user_id=alice, max_tokens=4)
     assert answer.text
+    assert answer.inferscale is not None
+    assert answer.inferscale.reason == "no facts were found, or asked for"
     assert memory.chat("Say hello", user_id=alice, k=0, max_tokens=4).text
     history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     longer = memory.chat("And now?", user_id=alice, messages=history, max_tokens=4)
     assert longer.usage.prompt_tokens > answer.usage.prompt_tokens
+
+
+def test_a_misspelt_argument_is_told(memory: Memory, alice: str) -> None:
+    with pytest.raises(TypeError, match="'max_tokns'; did you mean 'max_tokens'"):
+        memory.chat("Say hello", user_id=alice, max_tokns=4)
+
+
+def test_waiting_for_kv_ends_where_the_arena_is_full(
+    memory: Memory, alice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = StatusResponse(
+        facts={"ready": 6, "pending": 24, "failed": 1}, queue=0, arena_tokens=200, evictions=24
+    )
+    monkeypatch.setattr(memory.core, "status", lambda **who: full)
+    assert memory.wait_for_kv(user_id=alice, timeout=0) == full
+    assert "24 facts have no KV, since the arena is full (200 tokens)" in caplog.text
+    assert "1 facts could not" not in caplog.text
+    assert "the KV of 1 facts could not be computed" in caplog.text
 
 
 def test_calls_without_a_scope_are_refused(memory: Memory) -> None:

@@ -17,7 +17,7 @@ import mem0
 import pytest
 
 from inferscale_adapters.mem0 import Memory, install
-from inferscale_core.client import ScopeError
+from inferscale_core.client import ConnectionFailed, ScopeError
 
 APP = """
 import json, os, sys
@@ -152,6 +152,21 @@ def test_from_config_of_our_class(core_options: dict[str, Any], tmp_path: Path) 
                 **history,
             }
         )
+
+
+def test_a_closed_memory_gives_its_core_back(memory: Memory, make_memory, tmp_path: Path) -> None:
+    first, second = make_memory(tenant="close"), make_memory(tenant="close")
+    assert first.core is second.core is memory.core
+    first.close()
+    assert second.core.models()
+    alone = make_memory(timeout=50.0)
+    core = alone.core
+    assert core is not memory.core
+    alone.close()
+    with pytest.raises(ConnectionFailed, match="closed"):
+        core.models()
+    second.close()
+    assert memory.core.models()
 
 
 def test_two_apps_share_one_core(memory: Memory, start_app: Callable[..., App]) -> None:

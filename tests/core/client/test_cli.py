@@ -1,6 +1,7 @@
 """The inferscale command, up to where vLLM takes over."""
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,23 @@ def test_serve_with_wrong_input(program: list[Any]) -> None:
         (["serve", "org/model", "--core-config", "{"], "--core-config is not valid"),
         (["serve", "org/model", "--core-config", "[1]"], "--core-config is not valid"),
         (["serve", "org/model", "--core-config", '{"tial": 1}'], "tial"),
+        (["serve", "org/model", "--core-config", '{"tial": 1}'], "tail, min_gain_tokens"),
+        (["serve", "org/model", "--port", "99999"], "--port 99999 is no port"),
     ):
         result = run(*args)
         assert result.exit_code == 2
         assert message in result.output
+    assert not program
+
+
+def test_serve_on_a_port_that_is_taken(program: list[Any]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("serve", "org/model", "--port", str(port))
+    assert result.exit_code == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in result.output
     assert not program
 
 

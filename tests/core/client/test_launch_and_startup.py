@@ -185,6 +185,11 @@ def test_what_makes_another_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "core, process 7",
             StoreLocked,
         ),
+        (
+            "ValueError: arena_bytes=1000 holds no token of this model (23040 bytes a token); "
+            "raise arena_bytes",
+            StartupError,
+        ),
         ("api_server.py: error: unrecognized arguments: --no-such", StartupError),
         ("somewhere.StrangeError: nobody has seen this before", StartupError),
     ],

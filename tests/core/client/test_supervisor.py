@@ -18,7 +18,7 @@ from client_apps import eventually
 from inferscale_core.client.errors import StoreLocked
 from inferscale_core.client.locks import FileLock, Lease, is_free
 from inferscale_core.client.rundir import CoreDir, Status, core_processes, write_json
-from inferscale_core.client.stores import claim_store
+from inferscale_core.client.stores import check_unlocked, claim_store
 
 SERVER = """
 import http.server, os, signal, socketserver, subprocess, sys
@@ -170,10 +170,21 @@ def test_an_idle_core_gives_its_store_up(start: Start) -> None:
     assert state(core) == "stopped"
 
 
+def test_a_core_that_was_started_by_hand_keeps_its_store(tmp_path: Path) -> None:
+    store = str(tmp_path / "facts.db")
+    check_unlocked(store)
+    with FileLock(tmp_path / "facts.db.lock") as lock:
+        assert lock.try_acquire()
+        lock.path.write_text("4711\n")
+        with pytest.raises(StoreLocked, match=r"process 4711: connect to it with base_url="):
+            check_unlocked(store)
+    check_unlocked(store)
+
+
 def test_a_used_core_keeps_its_store(start: Start) -> None:
     core = start(store="/facts.db")
     lease = Lease(core.leases)
     assert eventually(lambda: state(core) == "ready", 10)
-    with pytest.raises(StoreLocked, match=r"in use by another core, for stand-in, with 1 users"):
+    with pytest.raises(StoreLocked, match=r"in use by another core, for stand-in, with 1 user:"):
         claim_store("/facts.db", CoreDir(core.path.with_name("other")))
     lease.release()

@@ -90,6 +90,9 @@ def test_reasons() -> None:
     reasons = [f.reason for f in report(question(facts), engine, 35, 0).facts]
     assert reasons == ["not_resident"] * 3
     assert report(question(facts), None, 35, 0).reason == "the engine gave no report"
+    for asked in ({"k": 5}, {"fact_ids": []}, {"query": "who?"}):
+        none = Question(ChatMemory(scope={"user": "a"}, **asked), 0)
+        assert report(none, engine, 35, 0).reason == "no facts were found, or asked for"
     text = report(question(facts, 1, "text"), None, 35, 32)
     assert {f.reason for f in text.facts} == {"mode is text"}
     assert (text.cached_tokens, text.prefilled_tokens) == (32, 3)
