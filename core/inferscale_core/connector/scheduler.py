@@ -79,7 +79,7 @@ class SchedulerSide:
             reader, scopes = message["reader"], [(ns, int(e)) for ns, e in message["scopes"]]
         else:
             reader, scopes = message["ns"], [(message["ns"], int(message["epoch"]))]
-        if not reader or not scopes:
+        if not reader or reader not in dict(scopes):
             return "no_scope"
         if request.cache_salt != salt_for(tracked.op, reader, scopes):
             return "bad_salt"

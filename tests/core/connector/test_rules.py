@@ -78,8 +78,10 @@ def test_no_salt_no_injection(e: Engine, salt: str | None) -> None:
 
 
 def test_no_scope_no_injection(e: Engine) -> None:
-    answer = e.ask(Prompt(3).ids(), inject_params("", []))
-    assert answer.report["reason"] == "no_scope"
+    for message in (inject_params("", []), inject_params("reader", [("another", 0)])):
+        answer = e.ask(Prompt(3).ids(), message)
+        assert answer.report["reason"] == "no_scope"
+        assert answer.token_ids
 
 
 def test_dropped_fact_and_those_behind_it_are_gone(e: Engine) -> None:
