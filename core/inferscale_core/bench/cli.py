@@ -134,6 +134,76 @@ def fidelity(
 
 
 @bench_app.command()
+def locomo(
+    dataset: Annotated[
+        Path | None, typer.Option(help="locomo10.json; default the built-in conversation.")
+    ] = None,
+    facts: Annotated[
+        Path | None, typer.Option(help="Facts instead of the dataset's observations, JSONL.")
+    ] = None,
+    questions: QuestionsPath = None,
+    conv: Conv = None,
+    model: Model = DEFAULT_MODEL,
+    k: Annotated[str, typer.Option(help="Numbers of facts, comma-separated.")] = "5,20,50",
+    modes: Annotated[
+        str, typer.Option(help="none, text, shuffle, w0, w8, neighbours16, default+tail3 ...")
+    ] = "none,text,shuffle,w0,w8,default",
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions at most.")] = None,
+    instruction: Annotated[
+        str, typer.Option(help="Stands behind each question.")
+    ] = "Answer in a few words.",
+    rows: Annotated[
+        Path, typer.Option(help="Results of each question; a run that was cut off goes on.")
+    ] = Path("out/locomo.rows.jsonl"),
+    json_path: JsonPath = None,
+    core_config: CoreConfigJson = None,
+) -> None:
+    """Answers to LoCoMo's questions as text and injected: F1, containment, NLL, KL."""
+    from inferscale_core.bench import locomo as bench
+    from inferscale_core.bench.display import locomo_table, progress_bars
+    from inferscale_core.bench.inprocess import InProcessEngine
+    from inferscale_core.bench.locomo_data import load_locomo
+    from inferscale_core.bench.modes import PLAIN, encoding_of
+
+    console = Console()
+    with reported():
+        ks = [number for number in _numbers(k) if number > 0]
+        names = list(dict.fromkeys(["text", *(m.strip() for m in modes.split(",") if m.strip())]))
+        config = _core_config(core_config)
+        if dataset is not None and facts is None:
+            data = load_locomo(dataset, conv)
+        else:
+            data = [load(facts, questions, conv)]
+        data = bench.limited(data, limit)
+        if not ks or not data:
+            raise BenchError("nothing to ask: --k takes numbers from 1, questions need an answer")
+        settings = {
+            "model": model, "k": ks, "modes": names, "instruction": instruction,
+            "facts": {d.name: len(d.facts) for d in data}, "source": data[0].source,
+            "config": config.model_dump(mode="json"),
+        }  # fmt: skip
+        result = record("bench locomo", settings)
+        kept = bench.Rows(rows, settings)
+        encodings = {m: encoding_of(m, config) for m in names if m not in PLAIN}
+        console.print("Starting vLLM in this process; this takes about half a minute.")
+        engine = InProcessEngine(models.resolve(model), config)
+        with progress_bars(console) as progress:
+            bench.run(engine, data, config, names, ks, instruction, kept, progress)
+        summary = bench.summarise(kept.rows)
+        console.print(locomo_table(summary))
+        least = bench.least_injected(kept.rows, encodings)
+        for mode, share in least.items():
+            if share < bench.LEAST_INJECTED:
+                console.print(
+                    f"[yellow]{mode}: only {share:.0%} of a prompt's facts were injected[/yellow]"
+                )
+        _write(
+            console, json_path,
+            result | {"summary": summary, "least_injected": least, "rows": kept.rows},
+        )  # fmt: skip
+
+
+@bench_app.command()
 def writer(
     json_path: JsonPath = None,
     tokens: Annotated[

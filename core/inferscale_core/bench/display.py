@@ -83,3 +83,25 @@ def ttft_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
             f"{ratio:.1f}x",
         )
     return table
+
+
+def locomo_table(summary: Mapping[str, Any]) -> Table:
+    """One row a k and mode, from ``locomo.summarise``."""
+    table = Table(title="Means (95 % intervals)", title_justify="left")
+    for name in ("k", "mode", "F1", "gold NLL", "NLL - text's", "KL to text", "same token"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for k in next(iter(summary.values())):
+        for mode, by_k in summary.items():
+            cell = by_k[k]
+            table.add_row(
+                k, mode, _interval(cell["f1"]), _interval(cell["nll"]),
+                _interval(cell["nll_to_text"]), _interval(cell["kl"]),
+                f"{cell['agree']['mean']:.0%}",
+            )  # fmt: skip
+        table.add_section()
+    return table
+
+
+def _interval(value: Mapping[str, Any]) -> str:
+    low, high = value["ci95"]
+    return f"{value['mean']:.3f} ({low:.3f} to {high:.3f})"

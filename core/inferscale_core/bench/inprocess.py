@@ -6,6 +6,7 @@ Nothing here times anything: a served core (``live.py``) is what a user waits fo
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,44 @@ CONTEXT = 8192
 CPU_CACHE_GIB = 2
 
 
+@dataclass(frozen=True)
+class Continue:
+    """A prompt to continue: greedily by up to ``max_tokens``, or with the tokens ``forced``.
+
+    ``params`` are ``kv_transfer_params``, ``salt`` the ``cache_salt``; with ``distributions`` the
+    next-token distributions are kept.
+    """
+
+    ids: list[int]
+    max_tokens: int = 1
+    forced: tuple[int, ...] | None = None
+    params: dict[str, Any] | None = None
+    salt: str | None = None
+    distributions: bool = False
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What came of a :class:`Continue`.
+
+    ``logprobs`` are ``[num_tokens, vocab_size]``, before any forcing; ``report`` is the
+    connector's. ``ids`` end with EOS if it came.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    logprobs: NDArray[np.float32] | None
+    report: dict[str, Any]
+
+    def distributions(self) -> NDArray[np.float32]:
+        """``logprobs``; raises ValueError when they were not asked for."""
+        if self.logprobs is None:
+            raise ValueError("the request was made without distributions=True")
+        return self.logprobs
+
+
 class InProcessEngine:
-    """One ``vllm.LLM``, eager, prefix caching on, whole-vocabulary log probabilities.
+    """One ``vllm.LLM``, eager, prefix caching on, that scores given continuations.
 
     ``model`` is a directory or a hub id; ``options`` are further ones of ``vllm.LLM``. Raises
     ModelNotFound, or BenchError with vLLM's reason when the engine does not start.
@@ -55,7 +92,7 @@ class InProcessEngine:
             "enforce_eager": True,
             "max_model_len": min(CONTEXT, int(text_config.max_position_embeddings)),
             "max_num_seqs": BATCH,
-            "max_logprobs": -1,
+            "logits_processors": ["inferscale_core.bench.forced:ForcedContinuation"],
             "enable_prefix_caching": True,
             "disable_log_stats": True,
         }
@@ -89,37 +126,41 @@ class InProcessEngine:
                 raise BenchError(f"{len(failed)} facts were not encoded: {failed}")
         return sum(len(ids) for ids, _ in requests)
 
-    def answer(self, ids: list[int], max_tokens: int) -> tuple[list[int], str]:
-        """The greedy answer without injection: its ids, with EOS if it came, and its text."""
-        (output,) = self.llm.generate(
-            [tokens_prompt(ids)], [sampling(max_tokens=max_tokens, detokenize=True)], use_tqdm=False
-        )
-        return list(output.outputs[0].token_ids), str(output.outputs[0].text)
+    def continue_all(self, requests: Sequence[Continue]) -> list[Continuation]:
+        """Decode every request greedily, or the tokens that it forces; all in one batch."""
+        from inferscale_core.bench.forced import FORCE_KEY, RECORD_KEY, take
 
-    def distributions(
-        self,
-        ids: list[int],
-        answer: Sequence[int],
-        params: dict[str, Any] | None = None,
-        salt: str | None = None,
-    ) -> tuple[NDArray[np.float32], list[dict[str, Any]]]:
-        """Next-token distributions at each position of a given ``answer`` to a prompt.
-
-        One request a position, with the answer so far behind the prompt: exact, and the same
-        whether the prompt is injected or not. Returns log probabilities
-        ``[len(answer), vocab_size]`` and the connector's report of each request.
-        """
-        extra = {"kv_transfer_params": params} if params else None
-        prompts = [tokens_prompt(ids + list(answer[:i]), salt) for i in range(len(answer))]
-        # The first alone: it injects the prompt, the others then share its blocks.
-        options = sampling(max_tokens=1, logprobs=-1, flat_logprobs=True, extra_args=extra)
-        outputs = self.llm.generate(prompts[:1], [options], use_tqdm=False)
-        if prompts[1:]:
-            outputs += self.llm.generate(
-                prompts[1:], [options] * (len(prompts) - 1), use_tqdm=False
+        prompts, options = [], []
+        for number, request in enumerate(requests):
+            extra: dict[str, Any] = {}
+            if request.params:
+                extra["kv_transfer_params"] = request.params
+            if request.forced is not None:
+                extra[FORCE_KEY] = list(request.forced)
+            if request.distributions:
+                extra[RECORD_KEY] = str(number)
+            length = request.max_tokens if request.forced is None else len(request.forced)
+            prompts.append(tokens_prompt(request.ids, request.salt))
+            options.append(
+                sampling(
+                    max_tokens=length,
+                    ignore_eos=request.forced is not None,
+                    detokenize=request.forced is None,
+                    extra_args=extra or None,
+                )
             )
-        rows = [_whole_vocabulary(output.outputs[0].logprobs) for output in outputs]
-        return np.stack(rows), [report_of(output) for output in outputs]
+        found = []
+        for number, output in enumerate(self.llm.generate(prompts, options, use_tqdm=False)):
+            completion = output.outputs[0]
+            found.append(
+                Continuation(
+                    tuple(completion.token_ids),
+                    str(completion.text),
+                    take(str(number)) if requests[number].distributions else None,
+                    report_of(output),
+                )
+            )
+        return found
 
     def forget_prefixes(self) -> None:
         """Empty vLLM's prefix cache, so that one measurement cannot feed on another's blocks."""
@@ -143,13 +184,4 @@ def tokens_prompt(ids: list[int], salt: str | None = None) -> Any:
 def sampling(**values: Any) -> Any:
     from vllm import SamplingParams
 
-    # Without detokenisation: the text of a whole vocabulary takes longer than the forward pass.
     return SamplingParams(temperature=0, **{"detokenize": False, **values})
-
-
-def _whole_vocabulary(flat: Any) -> NDArray[np.float32]:
-    """``[vocab_size]`` from one position of vLLM's FlatLogprobs."""
-    ids = np.asarray(flat.token_ids)
-    logprobs = np.full(ids.max() + 1, -np.inf, dtype=np.float32)
-    logprobs[ids] = np.asarray(flat.logprobs, dtype=np.float32)
-    return logprobs
