@@ -280,7 +280,8 @@ class Memory(mem0.Memory):
         """Mem0's ``close``, and the core's: one that nobody else uses ends."""
         super().close()
         for part in (self.vector_store, self._entity_store, self.llm, self.embedding_model):
-            release(part)
+            if part is not None:
+                release(part)
 
     @property
     def _facts(self) -> InferScaleVectorStore:
