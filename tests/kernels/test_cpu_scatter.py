@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferscale_kernels.codecs import CODECS
-from inferscale_kernels.cpu import PackedPage, PackedScatter
+from inferscale_kernels.cpu import PackedScatter
+from inferscale_kernels.cpu_packed import PackedPage
+from inferscale_kernels.cpu_tiled import TiledPage
 from inferscale_kernels.reference import rotate
 
 NUM_LAYERS, NUM_SLOTS = 3, 400
@@ -25,7 +27,12 @@ def _page(block_size: int, heads: int, dim: int) -> PackedPage:
     )
 
 
-@settings(max_examples=120, deadline=None)
+def _tiled(block_size: int, heads: int, dim: int) -> TiledPage:
+    page = _page(block_size, heads, dim)
+    return TiledPage(block_size, page.block_stride, page.head_stride, page.k_base, page.v_base)
+
+
+@settings(max_examples=160, deadline=None)
 @given(
     # Few shapes: each compiles a kernel.
     shape=st.sampled_from(
@@ -40,6 +47,7 @@ def _page(block_size: int, heads: int, dim: int) -> PackedPage:
     seed=st.integers(0, 1000),
     threads=st.integers(1, 3),
     shift=st.sampled_from([0, 0, 2]),
+    tiled=st.booleans(),
 )  # fmt: skip
 def test_equals_the_reference(
     shape: tuple[int, int, bool, str],
@@ -50,6 +58,7 @@ def test_equals_the_reference(
     seed: int,
     threads: int,
     shift: int,
+    tiled: bool,
 ) -> None:
     """``shift``: elements by which the paged cache misses a cache line."""
     dim, rotary_dim, is_neox, codec = shape
@@ -60,7 +69,8 @@ def test_equals_the_reference(
         data, scales = CODECS[codec].encode(arena)
         arena = CODECS[codec].decode(data, scales)
     num_blocks = (start + num_tokens) // block_size + 2
-    page = _page(block_size, heads, dim)
+    tiled = tiled and dim % 32 == 0
+    page = (_tiled if tiled else _page)(block_size, heads, dim)
     caches = [
         torch.zeros(shift + num_blocks * page.block_stride).bfloat16()[shift:]
         for _ in range(NUM_LAYERS)
@@ -87,8 +97,13 @@ def test_equals_the_reference(
         expected_keys = keys.bfloat16().float()
         t, h, d = np.meshgrid(dst % block_size, range(heads), range(dim), indexing="ij")
         base = (dst // block_size * page.block_stride)[:, None, None] + h * page.head_stride
-        k_at = torch.from_numpy(base + d * page.k_dim_stride + t)
-        v_at = torch.from_numpy(base + page.v_base + t * page.v_token_stride + d)
+        if isinstance(page, TiledPage):
+            base = (dst // block_size * page.block_stride)[:, None, None]
+            k_at = torch.from_numpy(base + page.k_offset(t, h, d, dim))
+            v_at = torch.from_numpy(base + page.v_offset(t, h, d))
+        else:
+            k_at = torch.from_numpy(base + d * page.k_dim_stride + t)
+            v_at = torch.from_numpy(base + page.v_base + t * page.v_token_stride + d)
         # The compiler may fuse multiply and add: one unit in the last place of bfloat16.
         torch.testing.assert_close(
             caches[layer][k_at].float(), expected_keys, rtol=2**-7, atol=2**-7
@@ -104,6 +119,8 @@ def test_lines_of_a_page_and_cache_lines() -> None:
     assert page.is_aligned(4096)
     assert not page.is_aligned(4100)
     assert not _page(16, 2, 64).is_aligned(4096), "a key row of 16 tokens is half a line"
+    assert _tiled(32, 2, 64).is_aligned(4096)
+    assert not _tiled(32, 2, 64).is_aligned(4098)
 
 
 def test_values_of_every_float8_code() -> None:

@@ -217,10 +217,15 @@ def writer(
 
     console = Console()
     with reported():
-        result = record("bench writer", {"tokens": tokens, "repeats": repeats})
+        layout = bench.layout_of_this_machine()
+        arguments = {"tokens": tokens, "repeats": repeats, "layout": layout}
+        result = record("bench writer", arguments)
         with progress_bars(console) as progress:
             rows = bench.measure(tokens, repeats, progress)
-        table = Table(title=f"Write of {tokens} tokens: median (quartiles)", title_justify="left")
+        table = Table(
+            title=f"Write of {tokens} tokens, {layout} pages",
+            title_justify="left",
+        )
         for heading in (
             "model",
             "arena",

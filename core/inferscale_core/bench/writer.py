@@ -1,9 +1,9 @@
 """The CPU writer against a copy of the same bytes: ``inferscale bench writer``.
 
-No engine: an arena, paged caches of vLLM's CPU layout, and facts' segments at random places of
-the arena. Each write alternates with two copies of as many bytes as it reads and writes: by one
-thread, and split over as many threads as the writer has. All work on memory that the turns before
-have pushed out of the caches, as a forward pass does.
+No engine: an arena, paged caches of the layout that vLLM has on this CPU, and facts' segments at
+random places of the arena. Each write alternates with two copies of as many bytes as it reads and
+writes: by one thread, and split over as many threads as the writer has. All work on memory that the
+turns before have pushed out of the caches, as a forward pass does.
 """
 
 import os
@@ -21,7 +21,9 @@ import torch
 from inferscale_core.bench.statistics import Spread, paired_ratios, spread
 from inferscale_core.kv.arena import Arena, KVGeometry
 from inferscale_kernels.codecs import CODECS
-from inferscale_kernels.cpu import PackedPage, PackedScatter
+from inferscale_kernels.cpu import PackedScatter
+from inferscale_kernels.cpu_packed import PackedPage
+from inferscale_kernels.cpu_tiled import TiledPage
 
 BLOCK_SIZE = 128
 SEGMENT_TOKENS = 30
@@ -87,15 +89,7 @@ def _measure(model: str, codec: str, num_tokens: int, repeats: int) -> Row:
     heads, dim = geometry.num_kv_heads, geometry.head_dim
     arena = Arena(geometry, ARENA_TOKENS, torch.device("cpu"))
     _fill(arena)
-    page = PackedPage(
-        block_size=BLOCK_SIZE,
-        block_stride=2 * heads * BLOCK_SIZE * dim,
-        head_stride=2 * BLOCK_SIZE * dim,
-        k_base=0,
-        k_dim_stride=BLOCK_SIZE,
-        v_base=BLOCK_SIZE * dim,
-        v_token_stride=dim,
-    )
+    page = _page(heads, dim)
     num_blocks = CACHE_TOKENS // BLOCK_SIZE
     caches = torch.ones(geometry.num_layers, num_blocks * page.block_stride, dtype=torch.bfloat16)
     table = torch.rand(CACHE_TOKENS, dim)
@@ -126,6 +120,19 @@ def _measure(model: str, codec: str, num_tokens: int, repeats: int) -> Row:
         model, codec, arena_bytes, page_bytes, spread(write),
         paired_ratios(write, one), paired_ratios(write, several),
     )  # fmt: skip
+
+
+def layout_of_this_machine() -> str:
+    """``tiled`` where vLLM's CPU attention uses AMX, else ``packed``."""
+    return "tiled" if torch.cpu._is_amx_tile_supported() else "packed"
+
+
+def _page(heads: int, dim: int) -> PackedPage | TiledPage:
+    block_stride, head_stride = 2 * heads * BLOCK_SIZE * dim, 2 * BLOCK_SIZE * dim
+    k_base, v_base = 0, BLOCK_SIZE * dim
+    if layout_of_this_machine() == "tiled":
+        return TiledPage(BLOCK_SIZE, block_stride, head_stride, k_base, v_base)
+    return PackedPage(BLOCK_SIZE, block_stride, head_stride, k_base, BLOCK_SIZE, v_base, dim)
 
 
 def _fill(arena: Arena) -> None:

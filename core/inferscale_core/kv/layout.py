@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from inferscale_kernels.cpu import PackedPage
+from inferscale_kernels.cpu_packed import PackedPage
+from inferscale_kernels.cpu_tiled import TILE, TiledPage
 
 _DIGIT = 128
 """Index digits are written in this base: 0..127 for keys and 128..255 for values, all exact in
@@ -75,7 +76,7 @@ class PagedLayout:
         same = torch.equal(k, page.k_base + inner) and torch.equal(v, page.v_base + inner)
         return page if same else None
 
-    def packed_page(self) -> PackedPage | None:
+    def packed_page(self) -> PackedPage | TiledPage | None:
         """The page as the fused CPU writer wants it, or None when the keys lie otherwise."""
         k, v = self.k_offset, self.v_offset
         heads, dims, tokens = self.num_kv_heads, self.head_dim, self.block_size
@@ -94,7 +95,14 @@ class PagedLayout:
         d = torch.arange(dims)[None, None, :]
         same_k = torch.equal(k, page.k_base + h + d * page.k_dim_stride + t)
         same_v = torch.equal(v, page.v_base + h + t * page.v_token_stride + d)
-        return page if same_k and same_v else None
+        if same_k and same_v:
+            return page
+        if dims % 32 or tokens % TILE:
+            return None
+        tiled = TiledPage(tokens, self.block_stride, head_stride, page.k_base, page.v_base)
+        h = torch.arange(heads)[None, :, None]
+        same_k = torch.equal(k, tiled.k_offset(t, h, d, dims))
+        return tiled if same_k and torch.equal(v, tiled.v_offset(t, h, d)) else None
 
 
 def flat_storage(cache: torch.Tensor) -> torch.Tensor:

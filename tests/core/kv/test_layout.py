@@ -1,10 +1,11 @@
 """Layouts of the paged cache, learned from a writer.
 
-The writers here stand for attention backends that need a GPU: they write the canonical
+Most writers here stand for attention backends that need a GPU: they write the canonical
 ``[block, head, slot, K|V]`` view of a cache whose memory lies in some order. The CPU backend's own
-packing is learned in every test that starts an engine.
+op is used too, as is every kind of packing that this machine can run.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,9 @@ import torch
 from inferscale_core.kv.layout import LayoutError, flat_storage, learn_layout
 from inferscale_core.kv.rotary import RotaryTable
 from inferscale_core.kv.transfer import paged_layers
+from inferscale_kernels.cpu import PackedScatter
+from inferscale_kernels.cpu_packed import PackedPage
+from inferscale_kernels.cpu_tiled import TiledPage
 
 BLOCKS, HEADS, SLOTS, DIM = 5, 3, 16, 32
 
@@ -100,3 +104,46 @@ def test_rounding_on_the_way_in_is_noticed() -> None:
 
     with pytest.raises(LayoutError, match="does not read back"):
         learn_layout(_layer(rounding), _cache((0, 1, 2, 3)), SLOTS, HEADS, DIM)
+
+
+def _cpu_write(isa: str) -> Callable[..., None]:
+    """What vLLM's CPU attention backend does with one of its instruction sets."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+
+    def write(
+        layer: object,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: torch.Tensor,
+        at: torch.Tensor,
+    ) -> None:
+        blocks, heads, slots, _ = cache.shape
+        k, v = cache.view(blocks, heads, 2 * slots, -1).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, values, k, v, at, isa)
+
+    return write
+
+
+@pytest.mark.parametrize(("isa", "kind"), [("vec", PackedPage), ("amx", TiledPage)])
+@pytest.mark.parametrize(("heads", "dim", "slots"), [(1, 32, 32), (3, 64, 128), (2, 128, 64)])
+def test_pages_of_the_cpu_backend_have_a_writer(
+    isa: str, kind: type, heads: int, dim: int, slots: int
+) -> None:
+    if isa == "amx" and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this CPU has no AMX")
+    cache = torch.zeros(4, heads, slots, 2 * dim, dtype=torch.bfloat16)
+    write = _cpu_write(isa)
+    layout = learn_layout(_layer(write), cache, slots, heads, dim)
+    page = layout.packed_page()
+    assert isinstance(page, kind)
+    assert layout.strided_page() is None
+    data = torch.randn(1, 3 * slots, 2, heads, dim).bfloat16()
+    expected = cache.clone()
+    at = torch.arange(5, 2 * slots + 9)
+    write(None, data[0, at, 0], data[0, at, 1], expected, at)
+    writer = PackedScatter(data, None, [flat_storage(cache)], page, [None], [True])
+    writer.write(at.int().numpy(), at.numpy(), at.numpy())
+    assert torch.equal(cache, expected)
