@@ -100,6 +100,9 @@ class KVStates:
                 before = _unchanged(conn, tenant, behind_of.get(claim.id, ()))
                 if own is None or before is None:
                     refused.append(claim)
+                    # An earlier segment of the line is dropped with this one.
+                    had = update(facts).where(*_segment_is(claim.segment), _READY)
+                    conn.execute(had.values(**RESET_KV, kv_state="pending"))
                     continue
                 conn.execute(
                     update(facts)
@@ -124,22 +127,18 @@ class KVStates:
     def mark_failed(self, claim: Claim, reason: str, retry_at: datetime | None) -> bool:
         """Record why a claim could not be encoded; ``retry_at`` None means never again.
 
-        An outgrown fact keeps the KV it has. False when the fact has another line by now, and
-        so waits for its turn.
+        An outgrown fact keeps the KV it has, and is tried again like any other. False when the
+        fact has another line by now, and so waits for its turn.
         """
+        again = {"kv_not_before": retry_at, "kv_attempts": facts.c.kv_attempts + 1}
+        outgrown = again if retry_at else {**RESET_KV, "kv_peers": MOST_PEERS}
         with self._db.write() as conn:
-            ready = facts.c.kv_state == "ready"
-            conn.execute(update(facts).where(*_segment_is(claim.segment), ready).values(**RESET_KV))
-            values = {
-                "kv_state": "failed",
-                "kv_reason": reason,
-                "kv_not_before": retry_at,
-                "kv_attempts": facts.c.kv_attempts + 1,
-            }
+            own = _segment_is(claim.segment)
+            conn.execute(update(facts).where(*own, _READY).values(**outgrown))
             done = conn.execute(
                 update(facts)
-                .where(*_segment_is(claim.segment), _ENCODABLE, ~ready)
-                .values(**values)
+                .where(*own, _ENCODABLE, ~_READY)
+                .values(**again, kv_state="failed", kv_reason=reason)
             )
         self.release([claim])
         return done.rowcount > 0
@@ -196,7 +195,8 @@ class KVStates:
                 due = select(facts.c.seq).where(
                     facts.c.ns == reader.key,
                     facts.c.collection == collection,
-                    facts.c.kv_peers <= among / growth,
+                    # None: its KV was made for another fact of the same line.
+                    or_(facts.c.kv_peers.is_(None), facts.c.kv_peers <= among / growth),
                     *_OUTGROWABLE,
                 )
                 found.extend(conn.scalars(due))
@@ -288,8 +288,9 @@ class KVStates:
 
 
 _ENCODABLE = facts.c.encode.is_(True)
-_OUTGROWN = and_(facts.c.kv_state == "ready", facts.c.kv_reason == OUTGROWN)
-_OUTGROWABLE = (facts.c.kv_state == "ready", facts.c.kv_reason.is_(None))
+_READY = facts.c.kv_state == "ready"
+_OUTGROWN = and_(_READY, facts.c.kv_reason == OUTGROWN)
+_OUTGROWABLE = (_READY, facts.c.kv_reason.is_(None))
 
 
 def _segment_is(segment: Segment) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
@@ -322,7 +323,8 @@ def _first_waiting(
         query = select(facts).where(facts.c.kv_state == state, _waiting(now), condition)
         rows += conn.execute(query.order_by(facts.c.seq).limit(limit))
     if not rows:
-        query = select(facts).where(_OUTGROWN, condition)
+        due = or_(facts.c.kv_not_before.is_(None), facts.c.kv_not_before <= now)
+        query = select(facts).where(_OUTGROWN, due, condition)
         rows += conn.execute(query.order_by(facts.c.seq).limit(limit))
     return sorted(rows, key=lambda row: row.seq)[:limit]
 

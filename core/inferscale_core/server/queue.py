@@ -17,6 +17,7 @@ from inferscale_core.config import CoreConfig
 from inferscale_core.encoding.plan import EncodingRequest, LineTooLongError, plan_encoding
 from inferscale_core.encoding.template import PromptTemplate
 from inferscale_core.encoding.windows import WindowItem, window_builder, within_budget
+from inferscale_core.facts.errors import StoreError
 from inferscale_core.facts.index import EmbeddingIndex
 from inferscale_core.facts.records import EVICTED, Claim, Forgotten, segment_key
 from inferscale_core.facts.store import FactStore
@@ -100,6 +101,7 @@ class EncodeQueue:
         self._changes = 0
         self._slots = asyncio.Semaphore(in_flight)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._losses: set[asyncio.Task[None]] = set()
         self._main: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -147,11 +149,16 @@ class EncodeQueue:
 
     def evicted(self, segments: list[Segment]) -> None:
         """The arena gave segments up: their facts wait for a question to retrieve them."""
-        self._spawn(self._mark_pending(segments, EVICTED))
+        self._lost(segments, EVICTED)
 
     def missing(self, segments: list[Segment]) -> None:
         """Segments taken for resident are not: encode them again."""
-        self._spawn(self._mark_pending(segments, "not resident"))
+        self._lost(segments, "not resident")
+
+    def _lost(self, segments: list[Segment], reason: str) -> None:
+        task = self._spawn(self._mark_pending(segments, reason))
+        self._losses.add(task)
+        task.add_done_callback(self._losses.discard)
 
     async def wake(self, tenant: str, ids: Sequence[str]) -> None:
         """A question retrieved these facts: encode those that were evicted."""
@@ -195,7 +202,15 @@ class EncodeQueue:
                 return await self._drop(forgotten, empty)
 
     async def _mark_pending(self, segments: list[Segment], reason: str) -> None:
-        if await self._run(self._store.mark_pending, segments, reason):
+        """Until it is written down: what the engine reports once is not reported again."""
+        while True:
+            try:
+                count = await self._run(self._store.mark_pending, segments, reason)
+                break
+            except StoreError as error:
+                logger.warning("lost KV is not written down yet: %s", error)
+                await asyncio.sleep(STORE_RETRY)
+        if count:
             await self._announce()
             self.notify()
 
@@ -204,10 +219,11 @@ class EncodeQueue:
             self._changes += 1
             self._changed.notify_all()
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -333,6 +349,9 @@ class EncodeQueue:
 
     async def _record(self, prepared: _Prepared, report: CaptureReport) -> None:
         done = [c for c in prepared.claims if c.line_key in report.captured]
+        if self._losses:
+            # A capture may have evicted the fact's own old KV: that was before.
+            await asyncio.wait(self._losses, timeout=CAPTURE_TIMEOUT)
         if done:
             refused = await self._run(self._store.mark_ready, done, prepared.behind, prepared.peers)
             await self._mark_outgrown(done)

@@ -365,10 +365,56 @@ def test_an_outgrown_fact_stays_ready_and_waits_for_the_others(store: FactStore)
     (again,) = store.claim_pending(1)
     assert again.id == "a"
     assert store.claim_pending(1) == []
-    assert not store.mark_failed(again, "arena full", NOW)
+    later = NOW + timedelta(hours=1)
+    assert not store.mark_failed(again, "arena full", later)
     assert states(store)["a"] == "ready", "it keeps the KV that it has"
+    assert store.claim_pending(1, later - timedelta(seconds=1)) == []
+    (again,) = store.claim_pending(1, later)
+    assert (again.id, again.attempts) == ("a", 1)
+    assert store.mark_ready([again], {}, {"a": 3}) == []
     assert outgrown(store) == []
-    assert store.claim_pending(1, NOW + timedelta(days=1)) == []
+    put(store, "d", "e", "f")
+    while store.queue_depth():
+        encode_among(store)
+    assert outgrown(store) == ["a", "b", "c"], "a failure ends nothing"
+
+
+def test_a_fact_that_cannot_be_encoded_again_is_left_alone(store: FactStore) -> None:
+    put(store, "a")
+    encode_among(store)
+    put(store, "b")
+    encode_among(store)
+    (again,) = store.claim_pending(1)
+    store.mark_failed(again, "longer than the context", None)
+    put(store, "c", "d")
+    while store.queue_depth():
+        encode_among(store)
+    assert (states(store)["a"], outgrown(store)) == ("ready", ["b"])
+
+
+def test_a_fact_that_shares_the_line_of_another_is_encoded_again_too(store: FactStore) -> None:
+    put(store, "a")
+    encode_among(store)
+    store.add(ALICE, [MemoryIn(text="a", id="twin")])
+    assert states(store)["twin"] == "ready"
+    store.delete("a", "default")
+    put(store, "b")
+    while store.queue_depth():
+        encode_among(store)
+    assert outgrown(store) == ["twin"]
+
+
+def test_a_refused_encoding_leaves_no_fact_ready_without_kv(store: FactStore) -> None:
+    put(store, "a")
+    encode_among(store)
+    put(store, "b")
+    encode_among(store)
+    (again,) = store.claim_pending(1)
+    store.delete("b", "default")
+    before = {"a": [("b", "- b\n")]}
+    assert store.mark_ready([again], before, {"a": 2}) == [again]
+    assert states(store) == {"a": "pending"}
+    assert [c.id for c in store.claim_pending(1)] == ["a"]
 
 
 def test_facts_of_others_that_a_reader_sees_count(store: FactStore) -> None:
