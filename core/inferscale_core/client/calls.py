@@ -337,10 +337,10 @@ def transport_error(error: httpx.TransportError, address: str, timeout: float) -
             "pass a longer timeout= or look at its log"
         )
     reason = str(error) or type(error).__name__
-    return ConnectionFailed(
-        f"no core answers at {address} ({reason}); start one with `inferscale serve MODEL`, "
-        "or pass the right base_url"
-    )
+    todo = "start one with `inferscale serve MODEL`, or pass the right base_url"
+    if address.startswith("unix:"):
+        todo = "the next call starts a private one again"
+    return ConnectionFailed(f"no core answers at {address} ({reason}); {todo}")
 
 
 def never_sent(error: Exception) -> bool:

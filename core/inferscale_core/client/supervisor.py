@@ -4,7 +4,8 @@ Runs as ``python -m inferscale_core.client.supervisor DIRECTORY LOCK_FD``: the s
 ``supervisor.lock`` and hands the descriptor over, so that at no moment two supervisors run. It
 starts vLLM's API server in a process group of its own, reports through ``status.json``, and ends
 the group when no lease has been held for the grace time, when the API server has died, or when
-it is told to (SIGTERM). The API server gets SIGTERM when the supervisor dies.
+it is told to (SIGTERM). The API server is killed when the supervisor dies: a gentler end would
+wait for open streams, and the facts are on disk.
 """
 
 import ctypes
@@ -105,7 +106,7 @@ class Supervisor:
         environment = {**os.environ, **self._spec["env"], CORE_ENV: str(self._core.path)}
 
         def die_with_supervisor() -> None:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
         self._server = subprocess.Popen(
             self._spec["argv"],
