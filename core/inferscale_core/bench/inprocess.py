@@ -75,9 +75,9 @@ class InProcessEngine:
         ensure_secret()
         try:
             self.llm = self._start(model, config, options)
+            self.llm.collective_rpc("inferscale_bind")
         except (ImportError, OSError, RuntimeError, ValueError) as error:
             raise BenchError(f"vLLM did not start with {model}: {error}") from error
-        self.llm.collective_rpc("inferscale_bind")
         self.max_model_len = int(self.llm.llm_engine.model_config.max_model_len)
 
     def _start(self, model: str, config: CoreConfig, options: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from inferscale_core.connector.metadata import StepMetadata, StepResult
 from inferscale_core.kv.arena import Arena, KVGeometry
+from inferscale_core.kv.codec_check import check_codec
 from inferscale_core.kv.rotary import layer_tables
 from inferscale_core.kv.transfer import PagedTransfer
 
@@ -51,11 +52,13 @@ class WorkerSide:
         """Find the rotary tables, learn the cache's layout and allocate the arena.
 
         Raises:
-            UnsupportedModelError: the model's keys cannot be moved between positions.
+            UnsupportedModelError: the model's keys cannot be moved between positions, or lose
+                too much in the arena's codec.
             LayoutError: the attention backend's cache was not understood.
 
         """
         if self._transfer is None:
+            check_codec(model, self._geometry.codec.name)
             names = list(self._caches)
             caches = list(self._caches.values())
             tables = layer_tables(model, names)
