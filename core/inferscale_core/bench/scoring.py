@@ -8,6 +8,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ def _stem(word: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _stemmer():  # type: ignore[no-untyped-def]
+def _stemmer() -> Any:
     from nltk.stem import PorterStemmer
 
     return PorterStemmer()

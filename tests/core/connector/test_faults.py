@@ -53,8 +53,8 @@ def test_fault_ends_in_a_text_answer(e: Engine, fault_file: Path, place: str) ->
         fault_file.write_text("")
     # The lines stand in the order they were captured in, so injected KV gives the text too:
     # whatever way the fault was met, the tokens are the text's.
-    # (In bfloat16 the two round differently, with AMX the more, and a later token may tip over.)
-    same = slice(16 if e.dtype == "float32" else 1)
+    # (In bfloat16 the two round differently, and a later token may tip over.)
+    same = slice(16 if e.dtype == "float32" else 4)
     assert hurt.token_ids[same] == text.token_ids[same]
     assert beside.token_ids[same] == other.token_ids[same]
     after = e.ask([5], stats_params(), max_tokens=1).report["faults"]
@@ -62,4 +62,6 @@ def test_fault_ends_in_a_text_answer(e: Engine, fault_file: Path, place: str) ->
         assert sum(after.values()) > sum(faults.values())
     # Nothing is broken for the next question.
     again = e.ask(prompt.ids(), inject_params(ns, [(ns, 0)]))
+    # All of it is injected here; with AMX the second token tips over for one of the prompts.
+    same = slice(16 if e.dtype == "float32" else 1)
     assert again.token_ids[same] == text.token_ids[same]
