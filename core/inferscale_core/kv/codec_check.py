@@ -6,8 +6,9 @@ from inferscale_core.kv.rotary import UnsupportedModelError
 
 LARGEST_BIAS = 50.0
 """Largest element of a key bias that fp8 may store. Its step is a share of the number itself: on
-Qwen2.5-Coder-1.5B, whose key biases reach 354, KL to prompt text rose from 0.16 to 3.1 (5 questions).
-The steps of int8 are even, and it stayed at 0.16. The limit itself is chosen, not measured."""
+Qwen2.5-Coder-1.5B, whose key biases reach 354, KL to prompt text rose from 0.16 to 3.1 (5
+questions). The steps of int8 are even, and it stayed at 0.16. The limit itself is chosen, not
+measured."""
 
 _KEY_BIASES = ("qkv_proj.bias", "k_proj.bias", "query_key_value.bias", "Wqkv.bias", "c_attn.bias")
 
